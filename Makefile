@@ -1,0 +1,62 @@
+# The verbs. `make run` and `make test` are all a new machine needs; the rest builds on them.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
+
+.PHONY: help run setup setup-dev setup-bench test test-long check fmt bench docker-test clean
+
+help: ## what there is
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+setup: $(VENV)/ready-run ## .venv with what `make run` needs
+
+setup-dev: $(VENV)/ready-dev
+
+setup-bench: $(VENV)/ready-bench
+
+run: setup ## put an example model into a folder, read it back, show what was saved
+	@$(BIN)/python examples/first_model.py
+
+test: setup-dev check ## checks and tests, those on a real mini-HDFS too
+	$(BIN)/python -m pytest
+
+test-long: setup-dev ## what is too long for every change
+	$(BIN)/python -m pytest -m long
+
+check: setup-dev ## format, lint, types, import rules; changes nothing
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+fmt: setup-dev ## format and fix what can be fixed
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+bench: setup-bench ## measure against the peers; writes docs/benchmarks.md and bench/results.json
+	$(BIN)/python -m bench
+
+docker-test: setup-dev ## the store's contract against the compose cluster (needs a Docker engine)
+	$(BIN)/python docker/run_tests.py
+
+clean: ## remove .venv and caches of this folder
+	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
+
+$(BIN)/uv:
+	$(PYTHON) -c 'import sys; sys.exit("weightyard needs Python 3.11 or newer; set PYTHON=") if sys.version_info < (3, 11) else 0'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
+
+$(VENV)/ready-run: pyproject.toml constraints.txt | $(BIN)/uv
+	$(UV) --editable .
+	@touch $@
+
+$(VENV)/ready-dev: pyproject.toml constraints.txt | $(VENV)/ready-run
+	$(UV) --editable '.[dev]'
+	@touch $@
+
+$(VENV)/ready-bench: pyproject.toml constraints.txt | $(VENV)/ready-dev
+	$(UV) --editable '.[dev,bench]'
+	@touch $@

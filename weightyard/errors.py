@@ -1,0 +1,196 @@
+"""Every error weightyard raises, grouped by what the caller does next.
+
+YardError
+├── Retryable                 try again, here or on another replica
+│   ├── StoreUnavailable      the store did not answer, or its answer was lost
+│   │   └── DataNodeFailed    one DataNode did not serve; another replica may
+│   ├── StaleLocation         a location is out of date: locate again
+│   ├── DeadlineExceeded      the time given was used up
+│   └── UnderReplicated       written, but on fewer DataNodes than promised
+├── Conflict                  re-read and decide
+│   └── AlreadyThere          a file of that name exists
+├── Damaged                   do not use the bytes
+│   ├── BlockCorrupt          a block's bytes are not what its id or checksums say
+│   ├── PackInvalid           a pack's structure does not hold together
+│   ├── ManifestInvalid       a manifest's structure does not hold together
+│   └── FileMissing           something that should be in the store is not
+├── Refused                   fix the request
+│   ├── InvalidName           a name, ref, path or id that does not parse
+│   ├── TooLarge              over a stated bound
+│   ├── UnknownFormat         written by a newer weightyard
+│   ├── NotAllowed            the store's permissions forbid it
+│   ├── StoreFull             quota or disk is used up
+│   ├── Unsupported           this store cannot do that
+│   ├── BadSetting            a setting or option that does not fit
+│   └── ClusterFailed         the test cluster did not start
+└── Bug                       report it
+
+Each class has a `code`: stable, lower case, never reused. It is what REST problems, exit codes
+and logs show; the message is for people and may change.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class YardError(Exception):
+    """The root: catch this to catch everything weightyard raises on purpose."""
+
+    code: ClassVar[str] = "error"
+    exit_code: ClassVar[int] = 1
+
+
+class Retryable(YardError):
+    """Nothing is wrong with the request; the same call may succeed later or elsewhere."""
+
+    code = "retryable"
+    exit_code = 3
+
+
+class StoreUnavailable(Retryable):
+    """The store did not answer, or its answer was lost: whether the call took effect is unknown."""
+
+    code = "store-unavailable"
+
+
+class DataNodeFailed(StoreUnavailable):
+    """One DataNode did not serve a read. `datanode` names it; other replicas may well serve."""
+
+    code = "datanode-failed"
+
+    def __init__(self, datanode: str, reason: str) -> None:
+        super().__init__(f"DataNode {datanode}: {reason}")
+        self.datanode = datanode
+        self.reason = reason
+
+
+class StaleLocation(Retryable):
+    """A location no longer holds (replaced pack, expired block token): locate again and read."""
+
+    code = "stale-location"
+
+
+class DeadlineExceeded(Retryable):
+    """The time given for a call was used up."""
+
+    code = "deadline-exceeded"
+
+
+class UnderReplicated(Retryable):
+    """A file is closed but lies on fewer DataNodes than `min_replicas` asks for."""
+
+    code = "under-replicated"
+
+
+class Conflict(YardError):
+    """The world is not as the caller assumed: re-read and decide."""
+
+    code = "conflict"
+    exit_code = 4
+
+
+class AlreadyThere(Conflict):
+    """A file of that name exists. It may be one's own from a lost answer: read back and compare."""
+
+    code = "already-there"
+
+
+class Damaged(YardError):
+    """Bytes in the store are wrong or gone. They were not handed to anyone."""
+
+    code = "damaged"
+    exit_code = 5
+
+
+class BlockCorrupt(Damaged):
+    """A block's bytes do not match its id, its checksums or its declared sizes."""
+
+    code = "block-corrupt"
+
+
+class PackInvalid(Damaged):
+    """A pack's trailer, footer or placements do not hold together."""
+
+    code = "pack-invalid"
+
+
+class ManifestInvalid(Damaged):
+    """A manifest is not well formed, or does not cover what it says it covers."""
+
+    code = "manifest-invalid"
+
+
+class FileMissing(Damaged):
+    """A file that was asked for by its path is not in the store."""
+
+    code = "file-missing"
+
+
+class Refused(YardError):
+    """The request cannot be carried out as it is: fix it."""
+
+    code = "refused"
+    exit_code = 2
+
+
+class InvalidName(Refused):
+    """A name, ref, path or id that does not parse. The message says what is allowed."""
+
+    code = "invalid-name"
+
+
+class TooLarge(Refused):
+    """Over a stated bound; the message names the bound."""
+
+    code = "too-large"
+
+
+class UnknownFormat(Refused):
+    """The bytes carry a format version this weightyard does not know. Upgrade it to read them."""
+
+    code = "unknown-format"
+
+    def __init__(self, what: str, found: int, known: int) -> None:
+        super().__init__(
+            f"{what} has format version {found}; this weightyard reads up to {known}: upgrade it"
+        )
+        self.found = found
+        self.known = known
+
+
+class NotAllowed(Refused):
+    """The store's permissions forbid it."""
+
+    code = "not-allowed"
+
+
+class StoreFull(Refused):
+    """A quota or the disk is used up. Nothing was published."""
+
+    code = "store-full"
+
+
+class Unsupported(Refused):
+    """This store, or this path through it, cannot do what was asked."""
+
+    code = "unsupported"
+
+
+class BadSetting(Refused):
+    """A setting or option has a value that does not fit."""
+
+    code = "bad-setting"
+
+
+class ClusterFailed(Refused):
+    """The test cluster did not start; the message ends with the log that says why."""
+
+    code = "cluster-failed"
+
+
+class Bug(YardError):
+    """Something that cannot happen did. Please report it with the message."""
+
+    code = "bug"
+    exit_code = 70

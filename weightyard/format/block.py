@@ -1,0 +1,190 @@
+"""A block: a slice of raw bytes with one name, and how it is encoded (docs/format.md §2)."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import xxhash
+from blake3 import blake3
+from typing_extensions import Buffer
+
+from weightyard.names import BlockId
+
+KIB = 1024
+MIB = 1024 * KIB
+
+DEFAULT_BLOCK_BYTES = 16 * MIB
+"""The block size of a yard that was not told otherwise."""
+
+MAX_BLOCK_BYTES = 64 * MIB
+"""No block is larger; a reader may allocate this much for one without asking further."""
+
+CHUNK_BYTES = MIB
+"""Raw bytes of a chunk; the last of a block may be shorter."""
+
+ALIGNMENT = 16
+"""Every segment of every block begins at a multiple of this in its pack."""
+
+_FOLD_COLUMNS = 4096
+_U64 = (1 << 64) - 1
+_POSITION_STEP = 0x9E3779B97F4A7C15
+
+
+class Codec(enum.IntEnum):
+    """How the chunks of a block become segments. The numbers are in files: never change one."""
+
+    RAW = 0
+    ZSTD = 1
+    PLANES_BF16 = 2
+    PLANES_FP16 = 3
+    PLANES_FP32 = 4
+    PLANES_FP64 = 5
+
+    @property
+    def planes(self) -> int:
+        """Segments per chunk. For the plane codecs also the element width in bytes."""
+        return _PLANES[self]
+
+
+_PLANES = {
+    Codec.RAW: 1,
+    Codec.ZSTD: 1,
+    Codec.PLANES_BF16: 2,
+    Codec.PLANES_FP16: 2,
+    Codec.PLANES_FP32: 4,
+    Codec.PLANES_FP64: 8,
+}
+
+
+class SegmentKind(enum.IntEnum):
+    """How one segment is stored. The numbers are in files: never change one."""
+
+    RAW = 0
+    """The bytes as they are."""
+    ZSTD = 1
+    """One standard zstd frame that states its content size."""
+    CONSTANT = 2
+    """One byte: every byte of the segment has this value."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One plane of one chunk as stored: the smallest thing that can be read and checked alone."""
+
+    kind: SegmentKind
+    stored_bytes: int
+    checksum: int
+    """Seeded xxh3-64 of the stored bytes; see `segment_checksum`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """Two wrapping 64-bit sums over a block's words, cheap to compute again on a device.
+
+    The raw bytes, padded with zeros to whole 8-byte little-endian words w[0], w[1], …:
+    `total` is the sum of w[i], `weighted` the sum of (i + 1) · w[i], both modulo 2^64.
+    """
+
+    total: int
+    weighted: int
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """All that is needed, besides the stored bytes and the base, to get a block back.
+
+    Segments lie chunk by chunk: segment `chunk * codec.planes + plane`.
+    """
+
+    block: BlockId
+    raw_bytes: int
+    codec: Codec
+    base: BlockId | None
+    """With a base, what is encoded is the block XOR the base; both have the same length."""
+    fold: Fold
+    segments: tuple[Segment, ...]
+
+    @property
+    def chunks(self) -> int:
+        return chunk_count(self.raw_bytes)
+
+    @cached_property
+    def offsets(self) -> tuple[int, ...]:
+        """Where each segment begins, from the block's offset in its pack; last: where it ends."""
+        offsets = [0]
+        for segment in self.segments:
+            offsets.append(offsets[-1] + aligned(segment.stored_bytes))
+        return tuple(offsets)
+
+    @property
+    def stored_bytes(self) -> int:
+        """What the block takes in its pack, padding included."""
+        return self.offsets[-1]
+
+    def chunk_span(self, first: int, last: int) -> tuple[int, int]:
+        """Stored (offset, length) of the chunks first … last - 1: one contiguous read."""
+        start = self.offsets[first * self.codec.planes]
+        return start, self.offsets[last * self.codec.planes] - start
+
+
+def aligned(length: int) -> int:
+    """The next multiple of ALIGNMENT."""
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def chunk_count(raw_bytes: int) -> int:
+    return -(-raw_bytes // CHUNK_BYTES)
+
+
+def chunk_bytes(raw_bytes: int, chunk: int) -> int:
+    """Raw length of one chunk of a block."""
+    return min(CHUNK_BYTES, raw_bytes - chunk * CHUNK_BYTES)
+
+
+def block_id(data: Buffer) -> BlockId:
+    """The name of the block with these raw bytes."""
+    return BlockId(blake3(data).hexdigest())
+
+
+def segment_checksum(stored: Buffer, block: BlockId, index: int) -> int:
+    """xxh3-64 of a segment's stored bytes, seeded so that only its own place accepts them.
+
+    The seed is the first eight bytes of the block id (little-endian) plus the segment's index
+    times an odd constant, modulo 2^64: a segment of another block or of another position in the
+    same block fails the check even when its own bytes are intact.
+    """
+    start = int.from_bytes(bytes.fromhex(block.hex[:16]), "little")
+    return xxhash.xxh3_64_intdigest(stored, seed=(start + index * _POSITION_STEP) & _U64)
+
+
+def fold(data: Buffer) -> Fold:
+    """The fold of these raw bytes.
+
+    Written with row and column sums, so that NumPy stays in its vector loops: with words laid in
+    rows of k, sum((i + 1) · w[i]) = k · sum(row · rowsum) + sum((column + 1) · columnsum).
+    """
+    raw = np.frombuffer(memoryview(data), np.uint8)
+    whole = raw.size // (8 * _FOLD_COLUMNS) * (8 * _FOLD_COLUMNS)
+    total, weighted = _fold_rows(raw[:whole].view("<u8").reshape(-1, _FOLD_COLUMNS), 0)
+    if rest := raw.size - whole:
+        padded = np.zeros(-(-rest // 8) * 8, np.uint8)
+        padded[:rest] = raw[whole:]
+        more, more_weighted = _fold_rows(padded.view("<u8").reshape(1, -1), whole // 8)
+        total, weighted = total + more, weighted + more_weighted
+    return Fold(total & _U64, weighted & _U64)
+
+
+def _fold_rows(words: np.ndarray, before: int) -> tuple[int, int]:
+    """Fold of a matrix of words that `before` other words precede, not yet reduced."""
+    rows, columns = words.shape
+    if not rows:
+        return 0, 0
+    row_sums = words.sum(axis=1, dtype=np.uint64)
+    column_sums = words.sum(axis=0, dtype=np.uint64)
+    total = int(row_sums.sum(dtype=np.uint64))
+    by_row = int((row_sums * np.arange(rows, dtype=np.uint64)).sum(dtype=np.uint64))
+    by_column = int((column_sums * np.arange(1, columns + 1, dtype=np.uint64)).sum(dtype=np.uint64))
+    return total, columns * by_row + by_column + before * total

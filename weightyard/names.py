@@ -1,0 +1,224 @@
+"""The names users and files go by. Parsed once, then trusted types.
+
+No function of weightyard takes a raw string that may become part of a path: it takes one of these.
+"""
+
+from __future__ import annotations
+
+import re
+import secrets
+import unicodedata
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+from weightyard.errors import InvalidName
+
+MAX_PATH_BYTES = 1024
+"""Length of a file's path inside a version, as UTF-8."""
+
+MAX_TENSOR_NAME_BYTES = 1024
+"""Length of a tensor's name, as UTF-8."""
+
+_NAME_PART = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?", re.ASCII | re.IGNORECASE)
+_ALIAS = re.compile(r"[a-z](?:[a-z0-9._-]{0,62}[a-z0-9])?", re.ASCII)
+_VERSION = re.compile(r"v([1-9][0-9]{0,8})", re.ASCII)
+_VERSION_LIKE = re.compile(r"v[0-9]+", re.ASCII)
+_HEX_LIKE = re.compile(r"[0-9a-f]{8,64}", re.ASCII)
+_WINDOWS_RESERVED = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _HexName:
+    """A fixed number of lower-case hex digits."""
+
+    hex: str
+
+    bytes_long: ClassVar[int] = 32
+    what: ClassVar[str] = "id"
+
+    def __post_init__(self) -> None:
+        digits = 2 * self.bytes_long
+        if len(self.hex) != digits or not re.fullmatch(r"[0-9a-f]+", self.hex, re.ASCII):
+            raise InvalidName(f"{self.what} must be {digits} hex digits, not {_shown(self.hex)}")
+
+    @classmethod
+    def of(cls, raw: bytes) -> Self:
+        """The name whose bytes these are."""
+        return cls(raw.hex())
+
+    @property
+    def raw(self) -> bytes:
+        return bytes.fromhex(self.hex)
+
+    def __str__(self) -> str:
+        return self.hex
+
+
+class BlockId(_HexName):
+    """BLAKE3-256 of a block's raw bytes. The only name a block has."""
+
+    __slots__ = ()
+    what = "block id"
+
+
+class Digest(_HexName):
+    """BLAKE3-256 of a manifest's JSON. Names a version's content."""
+
+    __slots__ = ()
+    what = "digest"
+
+
+class PackId(_HexName):
+    """A random name, given to a pack before a byte of it is written."""
+
+    __slots__ = ()
+    bytes_long = 16
+    what = "pack id"
+
+    @classmethod
+    def new(cls) -> Self:
+        return cls.of(secrets.token_bytes(16))
+
+
+class UploadId(_HexName):
+    """A random name for one writer's lease; its staging folder is called after it."""
+
+    __slots__ = ()
+    bytes_long = 16
+    what = "upload id"
+
+    @classmethod
+    def new(cls) -> Self:
+        return cls.of(secrets.token_bytes(16))
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ModelName:
+    """`project/name`: a line of versions."""
+
+    project: str
+    name: str
+
+    def __post_init__(self) -> None:
+        for part in (self.project, self.name):
+            if (
+                not _NAME_PART.fullmatch(part)
+                or ".." in part
+                or "--" in part
+                or part.endswith(".git")
+            ):
+                raise InvalidName(
+                    f"model name {_shown(part)}: 1 to 96 ASCII letters, digits, '.', '_', '-'; "
+                    "first and last a letter or digit, without '..', '--' or a '.git' end"
+                )
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        project, slash, name = text.partition("/")
+        if not slash:
+            raise InvalidName(f"model name {_shown(text)} needs a project: PROJECT/NAME")
+        return cls(project, name)
+
+    def __str__(self) -> str:
+        return f"{self.project}/{self.name}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AliasName:
+    """A movable name on a version, such as `prod`."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if not _ALIAS.fullmatch(self.text):
+            raise InvalidName(
+                f"alias {_shown(self.text)}: 1 to 64 lower-case ASCII letters, digits, '.', '_', "
+                "'-', beginning with a letter and ending with a letter or digit"
+            )
+        if (
+            self.text == "latest"
+            or _VERSION_LIKE.fullmatch(self.text)
+            or _HEX_LIKE.fullmatch(self.text)
+        ):
+            raise InvalidName(
+                f"alias {_shown(self.text)} would read as a version: 'latest', 'v<digits>' and "
+                "hex digests are not alias names"
+            )
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """What users type: `team/bert@prod`, `@v3`, `@<digest>`, `@latest` or nothing (newest)."""
+
+    model: ModelName
+    selector: AliasName | int | Digest | None = None
+    """An alias, a version number, a content digest, or None for the newest version."""
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        head, at, selector = text.partition("@")
+        model = ModelName.parse(head)
+        if not at or selector == "latest":
+            return cls(model)
+        if version := _VERSION.fullmatch(selector):
+            return cls(model, int(version[1]))
+        if len(selector) == 64 and _HEX_LIKE.fullmatch(selector):
+            return cls(model, Digest(selector))
+        return cls(model, AliasName(selector))
+
+    def __str__(self) -> str:
+        match self.selector:
+            case None:
+                return f"{self.model}@latest"
+            case int(number):
+                return f"{self.model}@v{number}"
+            case other:
+                return f"{self.model}@{other}"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class FilePath:
+    """A path inside a version. Comes back under any folder, on any system, without leaving it."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        text = self.text
+        if len(text.encode("utf-8", "surrogatepass")) > MAX_PATH_BYTES:
+            raise InvalidName(f"path {_shown(text)} is over {MAX_PATH_BYTES} bytes")
+        if not is_plain_text(text) or "\\" in text or ":" in text:
+            raise InvalidName(
+                f"path {_shown(text)}: NFC text without control characters, backslash or colon"
+            )
+        for part in text.split("/"):
+            if part in ("", ".", "..") or part[-1] in ". " or _WINDOWS_RESERVED.fullmatch(part):
+                raise InvalidName(
+                    f"path {_shown(text)}: relative, with parts that are not empty, '.', '..', "
+                    "a reserved device name, or ending in a dot or space"
+                )
+            if len(part.encode()) > 255:
+                raise InvalidName(f"path {_shown(text)}: a part is over 255 bytes")
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        return tuple(self.text.split("/"))
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def is_plain_text(text: str) -> bool:
+    """Whether text is not empty, NFC, and free of controls, surrogates and invisible marks."""
+    return (
+        bool(text)
+        and unicodedata.is_normalized("NFC", text)
+        and not any(unicodedata.category(ch) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp") for ch in text)
+    )
+
+
+def _shown(text: str) -> str:
+    """Hostile text, made short and printable for a message."""
+    return ascii(text if len(text) <= 80 else text[:77] + "...")

@@ -1,0 +1,61 @@
+"""The one frozen Settings. Nothing else in weightyard reads the environment."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+from weightyard.errors import BadSetting
+
+
+class Settings(BaseSettings):
+    """What the environment says, read once. Arguments of a call go before it."""
+
+    model_config = SettingsConfigDict(env_prefix="WEIGHTYARD_", frozen=True, extra="ignore")
+
+    store: str | None = None
+    """Where packs live: a folder, `file://…` or `hdfs://…`. None: `home`/store."""
+
+    home: Path = Field(default_factory=lambda: Path.home() / ".weightyard")
+    """The embedded default's folder."""
+
+    cache: Path = Field(default_factory=lambda: Path.home() / ".cache" / "weightyard")
+    """What can be fetched again: Hadoop jars for the test cluster, snapshots."""
+
+    webhdfs: Annotated[tuple[str, ...], NoDecode] = ()
+    """`http(s)://host:port` of the NameNodes, comma separated, if the Hadoop files do not say."""
+
+    hdfs_user: str | None = Field(
+        default=None, validation_alias=AliasChoices("WEIGHTYARD_HDFS_USER", "HADOOP_USER_NAME")
+    )
+    """Who to be on a cluster without Kerberos. None: the user of this process."""
+
+    hadoop_conf_dir: Path | None = Field(
+        default=None, validation_alias=AliasChoices("WEIGHTYARD_HADOOP_CONF_DIR", "HADOOP_CONF_DIR")
+    )
+    """The folder of core-site.xml and hdfs-site.xml."""
+
+    hadoop_home: Path | None = Field(default=None, validation_alias="HADOOP_HOME")
+    """Used for its etc/hadoop where hadoop_conf_dir is not set, and to find libhdfs."""
+
+    deadline_s: float = Field(default=30.0, gt=0, le=3600)
+    """How long a call on the store may take, retries and all."""
+
+    test_hdfs: str | None = None
+    """A running HDFS for the tests, instead of a mini cluster: `hdfs://…`."""
+
+    @field_validator("webhdfs", mode="before")
+    @classmethod
+    def _split_commas(cls, value: Any) -> Any:
+        return tuple(filter(None, value.split(","))) if isinstance(value, str) else value
+
+    def __init__(self, **values: Any) -> None:
+        try:
+            super().__init__(**values)
+        except ValidationError as why:
+            first = why.errors()[0]
+            name = "_".join(str(part) for part in first["loc"]).upper()
+            raise BadSetting(f"setting {name}: {first['msg']}") from None

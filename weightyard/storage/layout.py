@@ -1,0 +1,44 @@
+"""Where things lie below a store's root. The only place that builds store paths."""
+
+from __future__ import annotations
+
+from weightyard.errors import InvalidName
+from weightyard.names import Digest, ModelName, PackId, UploadId
+from weightyard.storage.store import StorePath
+
+FOLDERS = tuple(StorePath(name) for name in ("packs", "manifests", "staging", "models", "journal"))
+"""The folders `init` makes, each with the same owner, group and mode."""
+
+PACKS, MANIFESTS, STAGING, MODELS, JOURNAL = FOLDERS
+
+YARD = StorePath("yard.json")
+"""Written once: format version, yard id, registry id, block size."""
+
+
+def pack(pack: PackId) -> StorePath:
+    return StorePath(f"{PACKS}/{pack.hex[:2]}/{pack.hex}")
+
+
+def manifest(digest: Digest) -> StorePath:
+    return StorePath(f"{MANIFESTS}/{digest.hex[:2]}/{digest.hex}")
+
+
+def staging(upload: UploadId, name: str, attempt: int = 0) -> StorePath:
+    """A staging name. Never used twice: a dead writer may hold its name for 20 minutes."""
+    return StorePath(f"{STAGING}/{upload.hex}/{name}.{attempt}")
+
+
+def next_attempt(staged: StorePath) -> StorePath:
+    """The staging name to use when writing under this one failed."""
+    head, _, attempt = staged.text.rpartition(".")
+    if not head or not attempt.isdecimal():
+        raise InvalidName(f"{staged} is not a staging name")
+    return StorePath(f"{head}.{int(attempt) + 1}")
+
+
+def record(model: ModelName, number: int) -> StorePath:
+    return StorePath(f"{MODELS}/{model.project}/{model.name}/v{number}.json")
+
+
+def journal(sequence: int) -> StorePath:
+    return StorePath(f"{JOURNAL}/{sequence:012d}.json")
