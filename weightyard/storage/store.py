@@ -141,8 +141,9 @@ class Stage(ABC):
 
     @abstractmethod
     def write(self, data: Buffer) -> None:
-        """Append bytes; they may be reused by the caller once this returns.
+        """Append bytes, which the caller leaves unchanged until close or abort.
 
+        So a wrapper can write them again without keeping a copy.
         Raises StoreUnavailable, StoreFull.
         """
 
@@ -182,6 +183,9 @@ class Store(ABC):
     url: str
     """What a user types to open this store again."""
 
+    replicates: bool
+    """Whether files lie on several machines; if not, only `replication=1` is understood."""
+
     @abstractmethod
     def init(self, ownership: Ownership | None = None) -> None:
         """Make the root and its folders with the modes stated. Idempotent; changes no file."""
@@ -190,7 +194,8 @@ class Store(ABC):
     def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
         """Open a new file under a staging name that was never used before.
 
-        Raises AlreadyThere (choose another name: an earlier writer may still hold this one).
+        What already has that name stays untouched. Raises AlreadyThere (choose another name: an
+        earlier writer may still hold this one).
         """
 
     @abstractmethod
@@ -232,7 +237,10 @@ class Store(ABC):
 
     @abstractmethod
     def delete(self, path: StorePath) -> bool:
-        """Remove a file; True if it was there. Never removes a folder with files in it."""
+        """Remove a file, or a folder if it is empty; True if it was there.
+
+        A folder with anything in it stays, and the answer is False.
+        """
 
     @abstractmethod
     def adjust(self, path: StorePath, options: FileOptions) -> None:

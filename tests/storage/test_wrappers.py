@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from weightyard.errors import (
+    AlreadyThere,
+    DataNodeFailed,
+    DeadlineExceeded,
+    StaleLocation,
+    StoreUnavailable,
+)
+from weightyard.names import PackId, UploadId
+from weightyard.storage import layout
+from weightyard.storage.limit import AdaptiveLimit, LimitedStore, Rate
+from weightyard.storage.local import LocalStore
+from weightyard.storage.retry import Retry, RetryingStore
+from weightyard.storage.store import Location, Read, Replica, Served, Store
+from weightyard.testing.faults import Fault, FaultyStore
+from weightyard.testing.store_contract import StoreContract, files_of, get, put, stage
+
+QUICK = Retry(deadline_s=5, first_wait_s=0.001, longest_wait_s=0.002)
+
+
+class TestRetryingStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        with RetryingStore(LocalStore(tmp_path / "yard"), QUICK) as store:
+            yield store
+
+
+class TestLimitedStore(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        with LimitedStore(LocalStore(tmp_path / "yard"), bytes_per_s=1e9) as store:
+            yield store
+
+
+def _publish_one(store: Store, upload: UploadId, pack: PackId) -> None:
+    with store.stage(layout.staging(upload, pack.hex)) as stage_:
+        for i in range(3):
+            stage_.write(bytes([i]) * 1000)
+        store.publish(stage_.close(), layout.pack(pack))
+
+
+EXPECTED = b"".join(bytes([i]) * 1000 for i in range(3))
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_publishing_survives_a_failure_at_any_single_call(tmp_path: Path, fault: Fault) -> None:
+    clean = FaultyStore(LocalStore(tmp_path / "clean"))
+    clean.init()
+    _publish_one(RetryingStore(clean, QUICK), UploadId.new(), PackId.new())
+    assert len(clean.calls) > 5
+    for index in range(1, len(clean.calls) + 1):
+        root = tmp_path / f"{fault.value}-{index}"
+        store = FaultyStore(LocalStore(root), {index: fault})
+        store.init()
+        pack = PackId.new()
+        _publish_one(RetryingStore(store, QUICK), UploadId.new(), pack)
+        assert get(LocalStore(root), layout.pack(pack)) == EXPECTED
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_publishing_survives_failures_at_any_two_calls(tmp_path: Path, fault: Fault) -> None:
+    for first, second in itertools.combinations(range(1, 9), 2):
+        root = tmp_path / f"{first}-{second}"
+        store = FaultyStore(LocalStore(root), {first: fault, second: Fault.AFTER})
+        store.init()
+        pack = PackId.new()
+        _publish_one(RetryingStore(store, QUICK), UploadId.new(), pack)
+        assert get(LocalStore(root), layout.pack(pack)) == EXPECTED
+
+
+def test_a_lost_publish_answer_is_not_mistaken_for_someone_elses_file(tmp_path: Path) -> None:
+    inner = LocalStore(tmp_path)
+    inner.init()
+    path = put(inner, b"theirs")
+    ours = stage(inner, b"ours, of another length")
+    store = RetryingStore(FaultyStore(inner, {0: Fault.BEFORE}), QUICK)
+    with pytest.raises(AlreadyThere):
+        store.publish(ours, path)
+    assert get(inner, path) == b"theirs"
+
+
+def test_a_delete_whose_answer_was_lost_counts_as_done(tmp_path: Path) -> None:
+    inner = LocalStore(tmp_path)
+    inner.init()
+    path = put(inner, b"x")
+    assert RetryingStore(FaultyStore(inner, {0: Fault.AFTER}), QUICK).delete(path) is True
+
+
+def test_a_staging_name_is_never_used_again_after_a_failure(tmp_path: Path) -> None:
+    inner = LocalStore(tmp_path)
+    inner.init()
+    upload = UploadId.new()
+    store = RetryingStore(FaultyStore(inner, {0: Fault.AFTER, 2: Fault.AFTER}), QUICK)
+    with store.stage(layout.staging(upload, "p")) as stage_:
+        stage_.write(b"abc")
+        staged = stage_.close()
+    assert staged.path == layout.staging(upload, "p", 2)
+    assert get(inner, staged.path) == b"abc"
+
+
+def test_retrying_ends_at_the_deadline_with_the_stores_own_error(tmp_path: Path) -> None:
+    faults = dict.fromkeys(range(10_000), Fault.BEFORE)
+    store = RetryingStore(FaultyStore(LocalStore(tmp_path), faults), Retry(0.3, 0.01, 0.05))
+    began = time.monotonic()
+    with pytest.raises(StoreUnavailable, match="injected"):
+        store.stat(layout.YARD)
+    assert time.monotonic() - began < 5
+
+
+class _OneAnswer(FaultyStore):
+    """Raises what it is given on reads, then serves."""
+
+    def __init__(self, store: Store, *errors: Exception) -> None:
+        super().__init__(store)
+        self._errors = list(errors)
+
+    def read(
+        self,
+        location: Location,
+        reads: Sequence[Read],
+        *,
+        replica: Replica | None = None,
+        timeout_s: float | None = None,
+    ) -> Served:
+        if self._errors:
+            raise self._errors.pop(0)
+        return super().read(location, reads, replica=replica, timeout_s=timeout_s)
+
+
+def test_a_stale_location_is_looked_up_once_more(tmp_path: Path) -> None:
+    inner = LocalStore(tmp_path)
+    inner.init()
+    path = put(inner, b"abc")
+    location = inner.locate(path)
+    flaky = _OneAnswer(inner, StaleLocation("token expired"), DataNodeFailed("dn1:1", "gone"))
+    out = bytearray(3)
+    RetryingStore(flaky, QUICK).read(location, [Read(0, memoryview(out))])
+    assert out == b"abc"
+    assert flaky.calls == ["locate", "locate", "read"]
+
+
+def test_the_failure_of_a_replica_the_caller_named_is_the_callers(tmp_path: Path) -> None:
+    inner = LocalStore(tmp_path)
+    inner.init()
+    location = inner.locate(put(inner, b"abc"))
+    store = RetryingStore(_OneAnswer(inner, DataNodeFailed("dn1:1", "gone")), QUICK)
+    with pytest.raises(DataNodeFailed, match="dn1:1"):
+        store.read(
+            location, [Read(0, memoryview(bytearray(3)))], replica=location.spans[0].replicas[0]
+        )
+
+
+def test_a_rate_is_held_over_a_longer_while() -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    rate = Rate(1000.0, clock=lambda: now, sleep=sleep)
+    for _ in range(50):
+        rate.spend(100)
+    assert now == pytest.approx(4.9)
+
+
+def _settle(best_at: int, rounds: int = 400) -> AdaptiveLimit:
+    """A simulated network: each transfer adds the same rate up to `best_at`, then they share."""
+    now = 0.0
+    limit = AdaptiveLimit(first=8, lowest=2, highest=64, clock=lambda: now)
+    for _ in range(rounds):
+        running = limit.limit
+        stack = [limit.transfer(1000) for _ in range(running)]
+        for transfer in stack:
+            transfer.__enter__()
+        now += 1.0 if running <= best_at else running / best_at
+        for transfer in stack:
+            transfer.__exit__(None, None, None)
+    return limit
+
+
+@pytest.mark.parametrize("best_at", [3, 12, 40])
+def test_concurrency_settles_near_what_the_network_gives(best_at: int) -> None:
+    assert best_at / 2 <= _settle(best_at).limit <= best_at * 2
+
+
+def test_a_failure_halves_the_concurrency_and_an_idle_store_learns_nothing() -> None:
+    limit = AdaptiveLimit(first=16)
+    with pytest.raises(StoreUnavailable), limit.transfer(1):
+        raise StoreUnavailable("x")
+    assert limit.limit == 8
+    for _ in range(100):
+        with limit.transfer(1):
+            pass
+    assert limit.limit == 8
+
+
+def test_no_more_transfers_run_at_once_than_the_limit(tmp_path: Path) -> None:
+    limit = AdaptiveLimit(first=2, lowest=2, highest=2)
+    running = 0
+    most = 0
+    lock = threading.Lock()
+
+    def work() -> None:
+        nonlocal running, most
+        with limit.transfer(1):
+            with lock:
+                running += 1
+                most = max(most, running)
+            time.sleep(0.002)
+            with lock:
+                running -= 1
+
+    threads = [threading.Thread(target=work) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert most == 2
+    with limit.transfer(1), limit.transfer(1), pytest.raises(DeadlineExceeded):
+        limit.transfer(1, timeout_s=0.01).__enter__()
+
+
+def test_an_aborted_stage_leaves_nothing_through_all_wrappers(tmp_path: Path) -> None:
+    inner = LocalStore(tmp_path)
+    inner.init()
+    store = LimitedStore(RetryingStore(inner, QUICK))
+    upload = UploadId.new()
+    with store.stage(layout.staging(upload, "p")) as stage_:
+        stage_.write(b"abc")
+    assert files_of(inner, upload) == []

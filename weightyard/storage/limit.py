@@ -1,0 +1,229 @@
+"""LimitedStore: bounds rate and concurrency, and finds the concurrency the network rewards."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from typing_extensions import Buffer
+
+from weightyard.errors import DeadlineExceeded, Retryable
+from weightyard.storage.store import (
+    FileOptions,
+    FileStat,
+    Location,
+    Ownership,
+    Read,
+    Replica,
+    Served,
+    Stage,
+    StagedFile,
+    Store,
+    StorePath,
+)
+
+
+class Rate:
+    """At most so many bytes a second, over any longer while; waits as long as needed."""
+
+    def __init__(
+        self,
+        bytes_per_s: float,
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._clock = clock
+        self._sleep = sleep
+        self._lock = threading.Lock()
+        self._free_at = clock()
+
+    def spend(self, amount: int) -> None:
+        """Return when the bytes spent before are paid for; then these are owed."""
+        with self._lock:
+            now = self._clock()
+            wait_s = self._free_at - now
+            self._free_at = max(now, self._free_at) + amount / self._bytes_per_s
+        if wait_s > 0:
+            self._sleep(wait_s)
+
+
+class AdaptiveLimit:
+    """How many transfers may run at once, learned from what they achieve.
+
+    After as many transfers as the limit allows, the bytes per second of that round are compared
+    with the last: clearly more, and the limit goes on in its direction; clearly less, and it turns
+    round; about the same, and it shrinks, because equal work with fewer transfers is better for
+    everyone. A round that never used all its places says nothing about the network and changes
+    nothing. A failure halves the limit. It stays within `lowest` and `highest`.
+    """
+
+    _CLEARLY = 1.05
+
+    def __init__(
+        self,
+        *,
+        first: int = 8,
+        lowest: int = 2,
+        highest: int = 64,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._lowest = lowest
+        self._highest = highest
+        self._limit = min(max(first, lowest), highest)
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._running = 0
+        self._direction = 1
+        self._last_rate = 0.0
+        self._begin_round()
+
+    @property
+    def limit(self) -> int:
+        return self._limit
+
+    @contextmanager
+    def transfer(self, amount: int, timeout_s: float | None = None) -> Iterator[None]:
+        """Wait for a place, run one transfer of so many bytes, and learn from it.
+
+        Raises DeadlineExceeded when no place is free in time.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._running < self._limit, timeout_s):
+                raise DeadlineExceeded(f"none of {self._limit} transfers ended in {timeout_s} s")
+            self._running += 1
+            self._was_full |= self._running >= self._limit
+        failed = False
+        try:
+            yield
+        except Retryable:
+            failed = True
+            raise
+        finally:
+            with self._changed:
+                self._running -= 1
+                self._learn(amount, failed)
+                self._changed.notify_all()
+
+    def _learn(self, amount: int, failed: bool) -> None:
+        if failed:
+            self._move_to(self._limit // 2)
+            self._direction = 1
+            self._last_rate = 0.0
+            self._begin_round()
+            return
+        self._round_bytes += amount
+        self._round_left -= 1
+        if self._round_left > 0:
+            return
+        if not self._was_full:
+            self._begin_round()
+            return
+        rate = self._round_bytes / max(self._clock() - self._round_began, 1e-9)
+        if rate > self._last_rate * self._CLEARLY:
+            pass
+        elif rate * self._CLEARLY < self._last_rate:
+            self._direction = -self._direction
+        else:
+            self._direction = -1
+        self._last_rate = rate
+        self._move_to(self._limit + self._direction * max(1, self._limit // 4))
+        self._begin_round()
+
+    def _move_to(self, limit: int) -> None:
+        self._limit = min(max(limit, self._lowest), self._highest)
+
+    def _begin_round(self) -> None:
+        self._round_began = self._clock()
+        self._round_bytes = 0
+        self._was_full = False
+        # Two rounds' worth, so that transfers begun under the old limit do not decide alone.
+        self._round_left = 2 * self._limit
+
+
+class LimitedStore(Store):
+    """A store that moves bytes within a rate and a concurrency; other calls pass unchanged."""
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        reads: AdaptiveLimit | None = None,
+        writes: AdaptiveLimit | None = None,
+        bytes_per_s: float | None = None,
+    ) -> None:
+        self._store = store
+        self._reads = reads or AdaptiveLimit()
+        self._writes = writes or AdaptiveLimit()
+        self._rate = Rate(bytes_per_s) if bytes_per_s is not None else None
+        self.url = store.url
+        self.replicates = store.replicates
+
+    def init(self, ownership: Ownership | None = None) -> None:
+        self._store.init(ownership)
+
+    def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
+        return _LimitedStage(self._store.stage(path, options), self._writes, self._rate)
+
+    def publish(self, staged: StagedFile, path: StorePath) -> None:
+        self._store.publish(staged, path)
+
+    def stat(self, path: StorePath) -> FileStat:
+        return self._store.stat(path)
+
+    def list(self, folder: StorePath) -> Iterator[FileStat]:
+        return self._store.list(folder)
+
+    def locate(self, path: StorePath) -> Location:
+        return self._store.locate(path)
+
+    def read(
+        self,
+        location: Location,
+        reads: Sequence[Read],
+        *,
+        replica: Replica | None = None,
+        timeout_s: float | None = None,
+    ) -> Served:
+        amount = sum(len(wanted.into) for wanted in reads)
+        with _moving(amount, self._reads, self._rate, timeout_s):
+            return self._store.read(location, reads, replica=replica, timeout_s=timeout_s)
+
+    def delete(self, path: StorePath) -> bool:
+        return self._store.delete(path)
+
+    def adjust(self, path: StorePath, options: FileOptions) -> None:
+        self._store.adjust(path, options)
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class _LimitedStage(Stage):
+    def __init__(self, stage: Stage, limit: AdaptiveLimit, rate: Rate | None) -> None:
+        self._stage = stage
+        self._limit = limit
+        self._rate = rate
+
+    def write(self, data: Buffer) -> None:
+        with _moving(memoryview(data).nbytes, self._limit, self._rate):
+            self._stage.write(data)
+
+    def close(self) -> StagedFile:
+        return self._stage.close()
+
+    def abort(self) -> None:
+        self._stage.abort()
+
+
+@contextmanager
+def _moving(
+    amount: int, limit: AdaptiveLimit, rate: Rate | None, timeout_s: float | None = None
+) -> Iterator[None]:
+    """Inside, so many bytes are moved within the limits."""
+    with limit.transfer(amount, timeout_s):
+        if rate is not None:
+            rate.spend(amount)
+        yield

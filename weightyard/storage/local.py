@@ -1,0 +1,275 @@
+"""A store in a local folder: the embedded default."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from typing_extensions import Buffer
+
+from weightyard.errors import (
+    AlreadyThere,
+    FileMissing,
+    InvalidName,
+    NotAllowed,
+    StoreFull,
+    StoreUnavailable,
+    TooLarge,
+    Unsupported,
+    YardError,
+)
+from weightyard.logs import Log
+from weightyard.storage import layout
+from weightyard.storage.deadline import Deadline
+from weightyard.storage.store import (
+    FileOptions,
+    FileStat,
+    Location,
+    Ownership,
+    Read,
+    ReadPath,
+    Replica,
+    Served,
+    Span,
+    Stage,
+    StagedFile,
+    Store,
+    StorePath,
+)
+
+_log = Log(__name__)
+
+_HERE = Replica(datanode="localhost", host="localhost")
+
+_BY_ERRNO: dict[int, type[YardError]] = {
+    errno.ENOENT: FileMissing,
+    errno.ENOTDIR: FileMissing,
+    errno.EEXIST: AlreadyThere,
+    errno.EACCES: NotAllowed,
+    errno.EPERM: NotAllowed,
+    errno.EROFS: NotAllowed,
+    errno.ENOSPC: StoreFull,
+    errno.EDQUOT: StoreFull,
+    errno.EFBIG: StoreFull,
+}
+
+
+class LocalStore(Store):
+    """Files below one folder. What is published survives a power cut: files and folders are synced.
+
+    New files and folders take their modes from the root folder, which `init` sets.
+    """
+
+    replicates = False
+
+    def __init__(self, root: Path) -> None:
+        self._root = root.expanduser().absolute()
+        self.url = self._root.as_uri()
+
+    def init(self, ownership: Ownership | None = None) -> None:
+        ownership = ownership or Ownership()
+        with _translated(self._root):
+            for folder in (self._root, *(self._at(path) for path in layout.FOLDERS)):
+                folder.mkdir(parents=True, exist_ok=True)
+                folder.chmod(ownership.folder_mode)  # mkdir's own mode is cut by the umask
+                if ownership.owner is not None:
+                    shutil.chown(folder, user=ownership.owner)
+                if ownership.group is not None:
+                    shutil.chown(folder, group=ownership.group)
+            _sync_folder(self._root)
+
+    def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
+        _require_one_copy(options)
+        target = self._at(path)
+        with _translated(path):
+            self._make_folder(target.parent)
+            file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
+            os.fchmod(file, self._folder_mode() & 0o666)
+        return _LocalStage(path, target, file)
+
+    def publish(self, staged: StagedFile, path: StorePath) -> None:
+        source, target = self._at(staged.path), self._at(path)
+        with _translated(path):
+            if not source.is_file():
+                raise FileMissing(f"staged file {staged.path} is not there")
+            self._make_folder(target.parent)
+            # rename() would overwrite; link() fails if the name is taken, atomically.
+            os.link(source, target)
+            _sync_folder(target.parent)
+            source.unlink()
+
+    def stat(self, path: StorePath) -> FileStat:
+        file = self._at(path)
+        with _translated(path):
+            if not file.is_file():
+                raise FileMissing(f"{path} is not in {self.url}")
+            seen = file.stat()
+        return FileStat(path, seen.st_size, replication=1, modified_s=seen.st_mtime)
+
+    def list(self, folder: StorePath) -> Iterator[FileStat]:
+        for parent, _, names in os.walk(self._at(folder)):
+            for name in names:
+                file = Path(parent, name)
+                try:
+                    path = StorePath(file.relative_to(self._root).as_posix())
+                except InvalidName:
+                    _log.warning("store.foreign_file", file=file)
+                    continue
+                try:
+                    found = self.stat(path)
+                except FileMissing:  # deleted meanwhile
+                    continue
+                yield found
+
+    def locate(self, path: StorePath) -> Location:
+        length = self.stat(path).length
+        return Location(path, length, (Span(0, length, (_HERE,)),) if length else ())
+
+    def read(
+        self,
+        location: Location,
+        reads: Sequence[Read],
+        *,
+        replica: Replica | None = None,
+        timeout_s: float | None = None,
+    ) -> Served:
+        deadline = Deadline.after(timeout_s)
+        with _translated(location.path):
+            file = os.open(self._at(location.path), os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                for wanted in reads:
+                    _fill(file, wanted, location, deadline)
+            finally:
+                os.close(file)
+        return Served(ReadPath.LOCAL, _HERE)
+
+    def delete(self, path: StorePath) -> bool:
+        target = self._at(path)
+        with _translated(path):
+            try:
+                if target.is_dir():
+                    target.rmdir()
+                else:
+                    target.unlink()
+            except FileNotFoundError:
+                return False
+            except OSError as why:
+                if why.errno == errno.ENOTEMPTY:
+                    return False
+                raise
+            _sync_folder(target.parent)
+        return True
+
+    def adjust(self, path: StorePath, options: FileOptions) -> None:
+        _require_one_copy(options)
+        self.stat(path)
+
+    def close(self) -> None:
+        pass
+
+    def _at(self, path: StorePath) -> Path:
+        return self._root / path.text
+
+    def _folder_mode(self) -> int:
+        return self._root.stat().st_mode & 0o777
+
+    def _make_folder(self, folder: Path) -> None:
+        """Make a folder below the root, with the root's mode, and its name durable."""
+        if folder.is_dir():
+            return
+        self._make_folder(folder.parent)
+        with contextlib.suppress(FileExistsError):  # another writer was quicker
+            folder.mkdir()
+            folder.chmod(self._folder_mode())
+            _sync_folder(folder.parent)
+
+
+class _LocalStage(Stage):
+    def __init__(self, path: StorePath, target: Path, file: int) -> None:
+        self._path = path
+        self._target = target
+        self._file: int | None = file
+        self._written = 0
+
+    def write(self, data: Buffer) -> None:
+        rest = memoryview(data).cast("B")
+        with _translated(self._path):
+            while rest:
+                done = os.write(self._open_file(), rest)
+                self._written += done
+                rest = rest[done:]
+
+    def close(self) -> StagedFile:
+        with _translated(self._path):
+            file = self._open_file()
+            os.fsync(file)
+            length = os.fstat(file).st_size
+            if length != self._written:
+                raise StoreUnavailable(f"{self._path}: wrote {self._written}, has {length} bytes")
+            os.close(file)
+            self._file = None
+            _sync_folder(self._target.parent)
+        return StagedFile(self._path, length)
+
+    def abort(self) -> None:
+        if self._file is None:
+            return
+        os.close(self._file)
+        self._file = None
+        with contextlib.suppress(OSError):
+            self._target.unlink()
+
+    def _open_file(self) -> int:
+        if self._file is None:
+            raise ValueError(f"{self._path} is closed")
+        return self._file
+
+
+def _fill(file: int, wanted: Read, location: Location, deadline: Deadline) -> None:
+    if wanted.offset < 0 or wanted.offset + len(wanted.into) > location.length:
+        raise TooLarge(
+            f"{location.path}: read of {len(wanted.into)} at {wanted.offset} "
+            f"is past its {location.length} bytes"
+        )
+    offset, rest = wanted.offset, wanted.into
+    while rest:
+        deadline.left(f"reading {location.path}")
+        done = os.preadv(file, [rest], offset)
+        if done == 0:
+            raise FileMissing(f"{location.path} ends at {offset}, not at {location.length}")
+        offset += done
+        rest = rest[done:]
+
+
+def _require_one_copy(options: FileOptions | None) -> None:
+    if options is not None and (options.replication or 1) != 1:
+        raise Unsupported(
+            f"a folder keeps one copy, not {options.replication}: use an hdfs:// store"
+        )
+    if options is not None and options.policy is not None:
+        raise Unsupported(
+            f"a folder has no storage policy {options.policy!a}: use an hdfs:// store"
+        )
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make names in a folder durable: fsync of a file does not do that for its name."""
+    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+@contextlib.contextmanager
+def _translated(what: object) -> Iterator[None]:
+    """Turns OSError into the error tree, naming the file."""
+    try:
+        yield
+    except OSError as why:
+        kind = _BY_ERRNO.get(why.errno or 0, StoreUnavailable)
+        raise kind(f"{what}: {why.strerror or why}") from why
