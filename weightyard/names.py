@@ -24,6 +24,8 @@ _ALIAS = re.compile(r"[a-z](?:[a-z0-9._-]{0,62}[a-z0-9])?", re.ASCII)
 _VERSION = re.compile(r"v([1-9][0-9]{0,8})", re.ASCII)
 _VERSION_LIKE = re.compile(r"v[0-9]+", re.ASCII)
 _HEX_LIKE = re.compile(r"[0-9a-f]{8,64}", re.ASCII)
+_UNSHOWABLE = frozenset(("Cc", "Cf", "Cs", "Co", "Zl", "Zp"))
+"""Unicode categories that change or break the line a name is shown in."""
 _WINDOWS_RESERVED = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?", re.IGNORECASE)
 
 
@@ -215,8 +217,21 @@ def is_plain_text(text: str) -> bool:
     return (
         bool(text)
         and unicodedata.is_normalized("NFC", text)
-        and not any(unicodedata.category(ch) in ("Cc", "Cf", "Cs", "Co", "Zl", "Zp") for ch in text)
+        and not any(unicodedata.category(ch) in _UNSHOWABLE for ch in text)
     )
+
+
+def is_tensor_name(text: str) -> bool:
+    """Whether text can name a tensor: what a program chose, so wider than what a person types.
+
+    1 to MAX_TENSOR_NAME_BYTES bytes, any characters but controls, surrogates, invisible marks
+    and line ends; not normalised, since it never becomes a path and must come back as it was.
+    """
+    if text.isascii():
+        return 0 < len(text) <= MAX_TENSOR_NAME_BYTES and text.isprintable()
+    if any(unicodedata.category(ch) in _UNSHOWABLE for ch in text[:MAX_TENSOR_NAME_BYTES]):
+        return False
+    return len(text.encode("utf-8", "surrogatepass")) <= MAX_TENSOR_NAME_BYTES
 
 
 def _shown(text: str) -> str:

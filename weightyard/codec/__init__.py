@@ -1,0 +1,20 @@
+"""Blocks to stored bytes and back: float planes, zstd and XOR deltas, chosen by measuring.
+
+Pure functions of bytes, safe to call from any number of threads; the heavy parts release the GIL.
+"""
+
+from weightyard.codec.decoder import decode, prove, verify, verify_whole
+from weightyard.codec.encoder import Encoded, encode, encode_delta, worth_a_delta
+from weightyard.format.block import check_encoding
+
+__all__ = [
+    "Encoded",
+    "check_encoding",
+    "decode",
+    "encode",
+    "encode_delta",
+    "prove",
+    "verify",
+    "verify_whole",
+    "worth_a_delta",
+]

@@ -1,0 +1,1 @@
+"""The bytes at rest: blocks, packs, manifests, splitting. Pure, without I/O (docs/format.md)."""

@@ -11,6 +11,7 @@ import xxhash
 from blake3 import blake3
 from typing_extensions import Buffer
 
+from weightyard.errors import BlockCorrupt
 from weightyard.names import BlockId
 
 KIB = 1024
@@ -45,7 +46,7 @@ class Codec(enum.IntEnum):
 
     @property
     def planes(self) -> int:
-        """Segments per chunk. For the plane codecs also the element width in bytes."""
+        """Segments per chunk, and what the block's length must divide by: the element width."""
         return _PLANES[self]
 
 
@@ -124,10 +125,56 @@ class Encoding:
         """What the block takes in its pack, padding included."""
         return self.offsets[-1]
 
+    @cached_property
+    def flaw(self) -> str | None:
+        """What contradicts itself here, or None: sizes, kinds and counts, not the bytes."""
+        if not 0 <= self.raw_bytes <= MAX_BLOCK_BYTES:
+            return f"a raw length of {self.raw_bytes}, not 0 … {MAX_BLOCK_BYTES}"
+        planes = self.codec.planes
+        if self.raw_bytes % planes:
+            return f"{self.raw_bytes} bytes are not whole elements of {planes}"
+        if len(self.segments) != self.chunks * planes:
+            return f"{len(self.segments)} segments, not {self.chunks} × {planes}"
+        if self.base == self.block:
+            return "its own base"
+        if not (0 <= self.fold.total <= _U64 and 0 <= self.fold.weighted <= _U64):
+            return "a fold over 64 bits"
+        for index, segment in enumerate(self.segments):
+            whole = self.segment_raw_bytes(index)
+            match segment.kind:
+                case SegmentKind.RAW:
+                    fits = segment.stored_bytes == whole
+                case SegmentKind.ZSTD:
+                    fits = self.codec is not Codec.RAW and 0 < segment.stored_bytes < whole
+                case SegmentKind.CONSTANT:
+                    fits = self.codec is not Codec.RAW and segment.stored_bytes == 1
+            if not (fits and 0 <= segment.checksum <= _U64):
+                return f"segment {index} of {whole} bytes stored as {segment}"
+        return None
+
+    def segment_raw_bytes(self, index: int) -> int:
+        """How long a segment is when decoded."""
+        return chunk_bytes(self.raw_bytes, index // self.codec.planes) // self.codec.planes
+
     def chunk_span(self, first: int, last: int) -> tuple[int, int]:
         """Stored (offset, length) of the chunks first … last - 1: one contiguous read."""
         start = self.offsets[first * self.codec.planes]
         return start, self.offsets[last * self.codec.planes] - start
+
+    def raw_span(self, first: int, last: int) -> tuple[int, int]:
+        """Raw (offset, length) of the chunks first … last - 1 within the block."""
+        start, end = (min(chunk * CHUNK_BYTES, self.raw_bytes) for chunk in (first, last))
+        return start, end - start
+
+
+def check_encoding(encoding: Encoding) -> None:
+    """Refuse an encoding that contradicts itself; call before its sizes are believed.
+
+    Afterwards the block is at most MAX_BLOCK_BYTES long and no segment is stored in more bytes
+    than it has. Raises BlockCorrupt.
+    """
+    if encoding.flaw is not None:
+        raise BlockCorrupt(f"block {encoding.block}: its encoding has {encoding.flaw}")
 
 
 def aligned(length: int) -> int:

@@ -1,0 +1,1 @@
+"""Stores: places that keep packs, manifests and records. Immutable files, written once."""

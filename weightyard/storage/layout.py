@@ -23,9 +23,14 @@ def manifest(digest: Digest) -> StorePath:
     return StorePath(f"{MANIFESTS}/{digest.hex[:2]}/{digest.hex}")
 
 
+def staging_folder(upload: UploadId) -> StorePath:
+    """Where an upload stages its files; removed, empty, when it is done."""
+    return StorePath(f"{STAGING}/{upload.hex}")
+
+
 def staging(upload: UploadId, name: str, attempt: int = 0) -> StorePath:
     """A staging name. Never used twice: a dead writer may hold its name for 20 minutes."""
-    return StorePath(f"{STAGING}/{upload.hex}/{name}.{attempt}")
+    return StorePath(f"{staging_folder(upload)}/{name}.{attempt}")
 
 
 def next_attempt(staged: StorePath) -> StorePath:

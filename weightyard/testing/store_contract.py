@@ -269,4 +269,4 @@ def get(store: Store, path: StorePath) -> bytes:
 
 
 def files_of(store: Store, upload: UploadId) -> list[StorePath]:
-    return [file.path for file in store.list(StorePath(f"{layout.STAGING}/{upload.hex}"))]
+    return [file.path for file in store.list(layout.staging_folder(upload))]

@@ -1,0 +1,1 @@
+"""The two engines: the writer puts pieces into packs, the reader gets them back."""

@@ -1,0 +1,146 @@
+"""What the encoder decides by measuring: small where it pays, raw where it does not."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from forge import DTYPES, came_back, weights
+
+from weightyard.codec import Encoded, encode, encode_delta, worth_a_delta
+from weightyard.format.block import CHUNK_BYTES, Codec, SegmentKind, block_id
+
+BLOCK_BYTES = 2 * CHUNK_BYTES
+
+
+def kept(encoded: Encoded) -> float:
+    return encoded.stored_bytes / encoded.encoding.raw_bytes
+
+
+def kinds_of_planes(encoded: Encoded) -> list[set[SegmentKind]]:
+    planes = encoded.encoding.codec.planes
+    kinds = [segment.kind for segment in encoded.encoding.segments]
+    return [set(kinds[plane::planes]) for plane in range(planes)]
+
+
+@pytest.mark.parametrize(
+    ("codec", "most"),
+    [
+        (Codec.PLANES_BF16, 0.667),
+        (Codec.PLANES_FP16, 0.87),
+        (Codec.PLANES_FP32, 0.84),
+        (Codec.PLANES_FP64, 0.90),
+        (Codec.ZSTD, 0.68),
+    ],
+)
+def test_weights_shrink_to_what_the_documentation_says(codec: Codec, most: float) -> None:
+    encoded = encode(weights(codec, BLOCK_BYTES), hint=codec)
+
+    assert encoded.encoding.codec is codec
+    assert kept(encoded) <= most
+
+
+def test_only_the_exponents_are_compressed_and_the_mantissas_stay_as_they_are() -> None:
+    encoded = encode(weights(Codec.PLANES_FP32, BLOCK_BYTES), hint=Codec.PLANES_FP32)
+
+    raw, zstd = {SegmentKind.RAW}, {SegmentKind.ZSTD}
+    assert kinds_of_planes(encoded) == [zstd, raw, raw, raw]
+
+
+def test_fp32_that_holds_bf16_values_costs_what_bf16_costs() -> None:
+    values = np.frombuffer(weights(Codec.PLANES_BF16, BLOCK_BYTES // 2), ml_dtypes.bfloat16)
+    encoded = encode(values.astype("<f4").tobytes(), hint=Codec.PLANES_FP32)
+
+    assert kinds_of_planes(encoded)[2:] == [{SegmentKind.CONSTANT}] * 2
+    assert kept(encoded) <= 0.334
+
+
+@pytest.mark.parametrize("codec", [Codec.PLANES_BF16, Codec.PLANES_FP64, Codec.ZSTD])
+def test_a_block_of_one_value_is_a_few_bytes(codec: Codec) -> None:
+    encoded = encode(bytes(BLOCK_BYTES), hint=codec)
+
+    assert encoded.stored_bytes == 16 * len(encoded.segments)
+    assert came_back(encoded) == bytes(BLOCK_BYTES)
+
+
+@pytest.mark.parametrize("codec", [codec for codec in Codec if codec is not Codec.RAW])
+@pytest.mark.parametrize("length", [1 << 16, BLOCK_BYTES, BLOCK_BYTES + 8])
+def test_noise_is_left_raw_and_grows_by_less_than_a_thousandth(codec: Codec, length: int) -> None:
+    encoded = encode(np.random.default_rng(1).bytes(length), hint=codec)
+
+    assert encoded.encoding.codec is Codec.RAW
+    assert kept(encoded) < 1.001
+
+
+def test_a_block_that_would_hardly_shrink_is_left_raw() -> None:
+    values = np.random.default_rng(2).integers(0, 246, BLOCK_BYTES, np.uint8)  # about 0.993 of it
+    nearly = np.random.default_rng(2).normal(0, 60, BLOCK_BYTES).astype(np.int8)  # about 0.98
+
+    assert encode(values, hint=Codec.ZSTD).encoding.codec is Codec.RAW
+    assert encode(nearly, hint=Codec.ZSTD).encoding.codec is Codec.RAW
+
+
+def test_a_compressible_half_is_seen_wherever_it_lies() -> None:
+    noise = np.random.default_rng(3).bytes(BLOCK_BYTES)
+    soft = weights(Codec.PLANES_BF16, BLOCK_BYTES)
+
+    for raw in (noise + soft, soft + noise):
+        encoded = encode(raw, hint=Codec.PLANES_BF16)
+        assert encoded.encoding.codec is Codec.PLANES_BF16
+        assert kept(encoded) < 0.84
+
+
+def test_a_hint_whose_width_does_not_divide_the_length_is_not_used() -> None:
+    raw = weights(Codec.ZSTD, BLOCK_BYTES - 1)
+
+    for hint in (Codec.PLANES_BF16, Codec.PLANES_FP32, Codec.PLANES_FP64):
+        assert encode(raw, hint=hint).encoding.codec is Codec.ZSTD
+
+
+def test_text_and_numbers_each_get_what_suits_them() -> None:
+    ids = np.random.default_rng(4).integers(0, 50_000, BLOCK_BYTES // 8).astype("<i8").tobytes()
+    words = [f'"token_{number * 7919 % 100_003}": {number},\n' for number in range(60_000)]
+    text = "".join(words).encode()
+
+    assert kept(encode(ids)) < 0.26
+    assert kept(encode(text)) < 0.30
+
+
+def changed(raw: bytes, codec: Codec, how: str) -> bytes:
+    values = np.frombuffer(raw, DTYPES[codec]).astype(np.float64)
+    rng = np.random.default_rng(7)
+    match how:
+        case "all values a little":
+            values *= 1 + rng.normal(0, 1e-3, values.size)
+        case "some rows":
+            rows = values.reshape(-1, 1024)
+            picked = rng.choice(len(rows), len(rows) // 100, replace=False)
+            rows[picked] += rng.normal(0, 0.01, (len(picked), 1024))
+    return values.astype(DTYPES[codec]).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("codec", "how", "most"),
+    [
+        (Codec.PLANES_BF16, "all values a little", 0.02),
+        (Codec.PLANES_BF16, "some rows", 0.01),
+        (Codec.PLANES_FP32, "all values a little", 0.60),
+        (Codec.PLANES_FP32, "some rows", 0.012),
+    ],
+)
+def test_a_delta_of_a_small_change_is_small(codec: Codec, how: str, most: float) -> None:
+    base = weights(codec, BLOCK_BYTES)
+    raw = changed(base, codec, how)
+    delta = encode_delta(raw, base, block_id(base), hint=codec)
+
+    assert kept(delta) <= most
+    assert worth_a_delta(delta, encode(raw, hint=codec))
+    assert came_back(delta, base) == raw
+
+
+def test_a_delta_to_something_else_altogether_is_not_worth_it() -> None:
+    raw, base = (weights(Codec.PLANES_BF16, BLOCK_BYTES, seed) for seed in (1, 2))
+    delta = encode_delta(raw, base, block_id(base), hint=Codec.PLANES_BF16)
+
+    assert not worth_a_delta(delta, encode(raw, hint=Codec.PLANES_BF16))
+    assert kept(delta) < 1.001

@@ -1,0 +1,67 @@
+"""The package as its users get it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+HEAVY = ("fastapi", "sqlalchemy", "torch", "pyarrow", "hdfs_native", "hdfs", "jgo")
+
+
+def run(*command: str | Path, **options: object) -> str:
+    done = subprocess.run(
+        [str(word) for word in command], capture_output=True, text=True, timeout=170, **options
+    )  # type: ignore[call-overload]
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with the wheel and its core dependencies, nothing else."""
+    folder = tmp_path_factory.mktemp("bare")
+    uv = Path(sys.executable).with_name("uv")
+    run(uv, "build", "--quiet", "--wheel", "--out-dir", folder / "dist", ROOT)
+    venv.create(folder / "venv", with_pip=False)
+    python = folder / "venv" / "bin" / "python"
+    (wheel,) = (folder / "dist").glob("*.whl")
+    run(uv, "pip", "install", "--quiet", "--python", python,
+        "--constraint", ROOT / "constraints.txt", wheel)  # fmt: skip
+    return python.parent
+
+
+def test_the_wheel_installs_bare_and_does_the_main_job(bare: Path, tmp_path: Path) -> None:
+    shown = run(bare / "python", ROOT / "examples" / "first_model.py", cwd=tmp_path)
+    assert "Every file came back bit for bit" in shown
+
+
+def test_both_names_of_the_command_work_from_the_wheel(bare: Path) -> None:
+    for name in ("weightyard", "wy"):
+        assert "cluster" in run(bare / name, "--help")
+        assert re.search(r"\d+\.\d+", run(bare / name, "--version"))
+
+
+def test_importing_weightyard_loads_nothing_heavy(bare: Path) -> None:
+    script = f"""
+import sys
+import weightyard, weightyard.transfer.folder, weightyard.storage.opening
+print([name for name in {HEAVY!r} if name in sys.modules])
+"""
+    assert run(bare / "python", "-c", script).strip() == "[]"
+
+
+def test_the_wheel_is_typed_and_carries_its_licence(bare: Path) -> None:
+    script = """
+import importlib.metadata as metadata
+names = [str(file) for file in metadata.files("weightyard")]
+print("weightyard/py.typed" in names, any("LICENSE" in name for name in names))
+print([name for name in names if not name.startswith("weightyard") and not name.startswith("..")])
+"""
+    assert run(bare / "python", "-c", script).split("\n")[:2] == ["True True", "[]"]

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from weightyard.errors import BadSetting
+from weightyard.settings import Settings
+from weightyard.storage.opening import open_store
+
+
+def test_the_environment_says_where_the_store_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("WEIGHTYARD_STORE", str(tmp_path / "here"))
+    assert open_store().url == (tmp_path / "here").as_uri()
+    assert open_store(str(tmp_path / "argument")).url.endswith("argument"), "an argument goes first"
+
+
+def test_without_any_setting_the_store_is_a_folder_of_the_user(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("WEIGHTYARD_STORE", raising=False)
+    monkeypatch.setenv("WEIGHTYARD_HOME", str(tmp_path))
+    assert open_store().url == (tmp_path / "store").as_uri()
+
+
+def test_hadoops_own_variables_are_honoured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HADOOP_CONF_DIR", "/etc/hadoop/conf")
+    monkeypatch.setenv("HADOOP_USER_NAME", "alice")
+    monkeypatch.setenv("WEIGHTYARD_WEBHDFS", "http://nn1:9870,http://nn2:9870")
+    settings = Settings()
+    assert settings.hadoop_conf_dir == Path("/etc/hadoop/conf")
+    assert settings.hdfs_user == "alice"
+    assert settings.webhdfs == ("http://nn1:9870", "http://nn2:9870")
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/x", "http://host/", "file://host/folder"])
+def test_a_url_that_is_no_store_says_what_to_use(url: str) -> None:
+    with pytest.raises(BadSetting, match=r"file://"):
+        open_store(url)
+
+
+def test_a_setting_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTYARD_DEADLINE_S", "soon")
+    with pytest.raises(BadSetting, match="DEADLINE_S"):
+        Settings()
+
+
+def test_settings_cannot_be_changed() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        Settings().deadline_s = 1.0  # type: ignore[misc]

@@ -1,0 +1,259 @@
+"""What the engines do when bytes, replicas or writers go bad."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from strategies import content
+
+from weightyard.codec import Encoded, encode
+from weightyard.errors import BlockCorrupt, Bug, PackInvalid, StoreUnavailable, UnderReplicated
+from weightyard.format.block import CHUNK_BYTES, MIB, Codec
+from weightyard.format.dtypes import DType
+from weightyard.format.pack import Placement
+from weightyard.format.splitting import StateTensor, split_state
+from weightyard.names import BlockId, PackId, UploadId
+from weightyard.settings import Settings
+from weightyard.storage import layout
+from weightyard.storage.local import LocalStore
+from weightyard.storage.opening import open_store
+from weightyard.storage.store import Store
+from weightyard.testing.cluster import MiniCluster, damage
+from weightyard.testing.cluster.daemon import Daemon
+from weightyard.testing.faults import Fault, FaultyStore
+from weightyard.transfer import writer as writing
+from weightyard.transfer.catalogue import MemoryCatalogue
+from weightyard.transfer.plan import Wanted
+from weightyard.transfer.reader import Choose, Reader, read_pack_index
+from weightyard.transfer.source import MemorySource
+from weightyard.transfer.writer import Content, WriteOptions, Writer
+
+RAW_BYTES = 3 * MIB
+
+
+class Yard:
+    """Some blocks in a store, and what they should be."""
+
+    def __init__(self, store: Store, kind: str, options: WriteOptions | None = None) -> None:
+        self.store = store
+        self.catalogue = MemoryCatalogue()
+        tensors = [StateTensor(f"t{i}", DType.BF16, (RAW_BYTES // 2,)) for i in range(4)]
+        data = [content(RAW_BYTES, kind, i) for i in range(4)]
+        split = split_state(tensors, RAW_BYTES)
+        writer = Writer(store, self.catalogue, UploadId.new(), options)
+        (ids,) = writer.write([Content(split, [MemorySource(d) for d in data])])
+        self.blocks = dict(zip(ids, data, strict=True))
+
+    @property
+    def pack(self) -> PackId:
+        (pack,) = self.catalogue.packs
+        return pack
+
+    @property
+    def placements(self) -> list[Placement]:
+        return sorted(self.catalogue.packs[self.pack], key=lambda placement: placement.offset)
+
+    def read_all(self, choose: Choose = lambda span: span.replicas) -> dict[BlockId, bytearray]:
+        out = {block: bytearray(RAW_BYTES) for block in self.blocks}
+        self.report = Reader(self.store, self.catalogue, choose=choose).read(
+            Wanted(block, 0, memoryview(into)) for block, into in out.items()
+        )
+        return out
+
+
+@pytest.fixture(params=["weights", "noise"])
+def yard(request: pytest.FixtureRequest, tmp_path: Path) -> Yard:
+    """Once of encoded blocks, once of raw ones that are received in place."""
+    store = LocalStore(tmp_path)
+    store.init()
+    return Yard(store, request.param)
+
+
+def _file(yard: Yard) -> Path:
+    return Path(yard.store.url.removeprefix("file://"), layout.pack(yard.pack).text)
+
+
+def test_a_flipped_bit_anywhere_in_a_block_is_found(yard: Yard) -> None:
+    file = _file(yard)
+    whole = file.read_bytes()
+    for placement in yard.placements[:2]:
+        stored = [
+            (placement.offset + start, segment.stored_bytes)
+            for start, segment in zip(
+                placement.encoding.offsets[:-1], placement.encoding.segments, strict=True
+            )
+        ]
+        for start, length in stored:
+            at = start + length // 2
+            file.write_bytes(whole[:at] + bytes([whole[at] ^ 0x10]) + whole[at + 1 :])
+            with pytest.raises(BlockCorrupt, match=placement.encoding.block.hex):
+                yard.read_all()
+    file.write_bytes(whole)
+    assert yard.read_all() == yard.blocks
+
+
+def test_two_blocks_swapped_in_a_pack_are_found(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.init()
+    yard = Yard(store, "noise")
+    first, second = yard.placements[:2]
+    file = _file(yard)
+    data = bytearray(file.read_bytes())
+    data[first.offset : first.end], data[second.offset : second.end] = (
+        data[second.offset : second.end],
+        data[first.offset : first.end],
+    )
+    file.write_bytes(data)
+    with pytest.raises(BlockCorrupt):
+        yard.read_all()
+
+
+def test_two_chunks_swapped_in_a_block_are_found(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path)
+    store.init()
+    yard = Yard(store, "noise")
+    at = yard.placements[0].offset
+    file = _file(yard)
+    data = bytearray(file.read_bytes())
+    first, second = slice(at, at + CHUNK_BYTES), slice(at + CHUNK_BYTES, at + 2 * CHUNK_BYTES)
+    data[first], data[second] = data[second], data[first]
+    file.write_bytes(data)
+    with pytest.raises(BlockCorrupt):
+        yard.read_all()
+
+
+def test_a_pack_under_another_packs_name_is_found(yard: Yard) -> None:
+    other = PackId.new()
+    target = Path(yard.store.url.removeprefix("file://"), layout.pack(other).text)
+    target.parent.mkdir(exist_ok=True)
+    os.link(_file(yard), target)
+    with pytest.raises(PackInvalid, match=yard.pack.hex):
+        read_pack_index(yard.store, other)
+
+
+def test_a_truncated_pack_is_found(yard: Yard) -> None:
+    file = _file(yard)
+    os.truncate(file, file.stat().st_size - 1)
+    with pytest.raises(PackInvalid):
+        read_pack_index(yard.store, yard.pack)
+
+
+def _write_one(store: Store, catalogue: MemoryCatalogue) -> None:
+    split = split_state([StateTensor("t", DType.U8, (RAW_BYTES,))], RAW_BYTES)
+    source = MemorySource(content(RAW_BYTES, "noise", 1))
+    Writer(store, catalogue, UploadId.new()).write([Content(split, [source])])
+
+
+@pytest.mark.parametrize("fault", Fault)
+def test_a_writer_that_fails_at_any_call_makes_nothing_claimable(
+    tmp_path: Path, fault: Fault
+) -> None:
+    inner = LocalStore(tmp_path)
+    inner.init()
+    clean = FaultyStore(inner)
+    _write_one(clean, MemoryCatalogue())
+    assert "publish" in clean.calls
+    for index in range(len(clean.calls)):
+        catalogue = MemoryCatalogue()
+        with pytest.raises(StoreUnavailable, match=f"call {index},"):
+            _write_one(FaultyStore(inner, {index: fault}), catalogue)
+        assert catalogue.packs == {}
+
+
+def test_no_thread_is_left_behind_by_a_failed_write(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
+    store = FaultyStore(LocalStore(tmp_path), {3: Fault.BEFORE})
+    store.init()
+    with pytest.raises(StoreUnavailable):
+        Yard(store, "weights")
+    left = [thread for thread in threading.enumerate() if thread not in before]
+    assert left == []
+
+
+def test_too_few_replicas_in_time_is_an_error_and_the_pack_cannot_be_claimed(
+    tmp_path: Path,
+) -> None:
+    store = LocalStore(tmp_path)
+    store.init()
+    with pytest.raises(UnderReplicated, match="on 1 DataNodes, 2 are required"):
+        Yard(store, "noise", WriteOptions(min_replicas=2, replicas_timeout_s=0.05))
+
+
+@pytest.fixture
+def hdfs_yard(cluster: MiniCluster) -> Iterator[Yard]:
+    with open_store(cluster.fresh_dir(), Settings(hadoop_conf_dir=cluster.conf_dir)) as store:
+        store.init()
+        yield Yard(store, "weights", WriteOptions(replication=2, min_replicas=2))
+
+
+def _first(datanode: Daemon) -> Choose:
+    """Ask this DataNode before the others."""
+    return lambda span: sorted(
+        span.replicas, key=lambda replica: replica.datanode != datanode.plan.address
+    )
+
+
+def _hdfs_path(yard: Yard) -> str:
+    return f"{yard.store.url.rstrip('/')}/{layout.pack(yard.pack)}"
+
+
+@pytest.mark.cluster
+@pytest.mark.parametrize("hide", [False, True], ids=["seen-by-hdfs", "hidden-from-hdfs"])
+def test_a_replica_damaged_on_disk_is_found_and_read_elsewhere(
+    cluster: MiniCluster, hdfs_yard: Yard, hide: bool
+) -> None:
+    """With `hide` HDFS's own checksums are rewritten to fit, so only ours can tell."""
+    bad = cluster.replica_files(_hdfs_path(hdfs_yard))[0]
+    damage(bad, offset=hdfs_yard.placements[1].offset + 100_000, length=3, hide=hide)
+    assert hdfs_yard.read_all(_first(bad.datanode)) == hdfs_yard.blocks
+    assert len(hdfs_yard.report.failed) >= 1
+
+
+@pytest.mark.cluster
+def test_all_replicas_damaged_is_an_error_never_a_tensor(
+    cluster: MiniCluster, hdfs_yard: Yard
+) -> None:
+    for replica in cluster.replica_files(_hdfs_path(hdfs_yard)):
+        damage(replica, offset=hdfs_yard.placements[1].offset + 100_000, length=3, hide=True)
+    with pytest.raises(BlockCorrupt, match=hdfs_yard.placements[1].encoding.block.hex):
+        hdfs_yard.read_all()
+
+
+@pytest.mark.cluster
+def test_reading_goes_on_when_a_datanode_stops_answering(
+    cluster: MiniCluster, hdfs_yard: Yard
+) -> None:
+    (holders,) = cluster.replicas(_hdfs_path(hdfs_yard))
+    stopped = holders[0]
+    stopped.pause()
+    try:
+        began = time.monotonic()
+        assert hdfs_yard.read_all(_first(stopped)) == hdfs_yard.blocks
+        took_s = time.monotonic() - began
+    finally:
+        stopped.resume()
+    assert any(stopped.plan.address in failure for failure in hdfs_yard.report.failed)
+    assert took_s < 20
+
+
+def test_encoding_is_proved_before_anything_is_staged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A codec that loses a bit is caught by the writer itself."""
+
+    def lossy(raw: memoryview, **options: object) -> Encoded:
+        wrong = bytearray(raw)
+        wrong[0] ^= 1
+        return encode(wrong, hint=Codec.PLANES_BF16)
+
+    monkeypatch.setattr(writing.codec, "encode", lossy)
+    store = FaultyStore(LocalStore(tmp_path))
+    store.init()
+    with pytest.raises(Bug):
+        Yard(store, "weights")
+    assert "publish" not in store.calls

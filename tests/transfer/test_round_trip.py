@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+import filecmp
+import json
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from strategies import State, content, states
+
+from weightyard.codec import Encoded, encode, encode_delta
+from weightyard.errors import Conflict, FileMissing, Refused
+from weightyard.format import manifest as manifests
+from weightyard.format.assembly import manifest_of
+from weightyard.format.block import MIB, Codec
+from weightyard.format.pack import PACK_HEADER, PackBuilder, padding
+from weightyard.format.splitting import split_state
+from weightyard.names import PackId, UploadId
+from weightyard.settings import Settings
+from weightyard.storage import layout
+from weightyard.storage.local import LocalStore
+from weightyard.storage.opening import open_store
+from weightyard.storage.store import ReadPath, Store
+from weightyard.testing.cluster import MiniCluster
+from weightyard.transfer.catalogue import MemoryCatalogue
+from weightyard.transfer.folder import read_folder, write_folder
+from weightyard.transfer.plan import Wanted, wanted_of
+from weightyard.transfer.reader import Reader, read_pack_index
+from weightyard.transfer.source import MemorySource
+from weightyard.transfer.writer import Content, WriteOptions, Writer
+
+SMALL_PACKS = WriteOptions(pack_bytes=5 * MIB)
+
+
+@pytest.fixture(scope="module")
+def folder_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
+    with LocalStore(tmp_path_factory.mktemp("yard")) as store:
+        store.init()
+        yield store
+
+
+@pytest.fixture(scope="module")
+def hdfs_store(cluster: MiniCluster) -> Iterator[Store]:
+    settings = Settings(hadoop_conf_dir=cluster.conf_dir)
+    with open_store(cluster.fresh_dir(), settings) as store:
+        store.init()
+        yield store
+
+
+def _round_trip(store: Store, state: State) -> None:
+    catalogue = MemoryCatalogue()
+    split = split_state(state.tensors, MIB)
+    sources = [MemorySource(box) for box in state.boxes]
+    blocks = Writer(store, catalogue, UploadId.new(), SMALL_PACKS).write([Content(split, sources)])
+    digest, stored = manifests.encode(manifest_of([split], blocks))
+
+    manifest = manifests.decode(stored, digest)
+    learned = MemoryCatalogue()
+    for pack in catalogue.packs:
+        learned.add_pack(pack, read_pack_index(store, pack))
+    found = [
+        (box.extents, bytearray(sum(extent.length for extent in box.extents)))
+        for tensor in manifest.tensors
+        for box in tensor.boxes
+    ]
+    Reader(store, learned).read(
+        want for extents, into in found for want in wanted_of(manifest, extents, memoryview(into))
+    )
+    assert [into for _, into in found] == state.boxes
+
+
+@given(states())
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_state_dict_comes_back_from_a_folder(folder_store: Store, state: State) -> None:
+    _round_trip(folder_store, state)
+
+
+@pytest.mark.cluster
+@given(states())
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_any_state_dict_comes_back_from_hdfs(hdfs_store: Store, state: State) -> None:
+    _round_trip(hdfs_store, state)
+
+
+@given(
+    wanted=st.lists(st.tuples(st.integers(0, 5 * MIB // 2), st.integers(0, MIB)), max_size=6),
+    kind=st.sampled_from(["weights", "noise", "text"]),
+)
+@settings(max_examples=40, deadline=None)
+def test_any_ranges_of_a_block_come_back(
+    folder_store: Store, wanted: list[tuple[int, int]], kind: str
+) -> None:
+    raw = content(5 * MIB // 2, kind, 1)
+    block, catalogue = _one_block(folder_store, raw)
+    ranges = [(offset, min(length, len(raw) - offset)) for offset, length in wanted]
+    buffers = [bytearray(length) for _, length in ranges]
+    Reader(folder_store, catalogue).read(
+        Wanted(block.encoding.block, offset, memoryview(into))
+        for (offset, _), into in zip(ranges, buffers, strict=True)
+    )
+    assert buffers == [raw[offset : offset + length] for offset, length in ranges]
+
+
+def _one_block(store: Store, raw: bytes) -> tuple[Encoded, MemoryCatalogue]:
+    encoded = encode(raw, hint=Codec.PLANES_BF16)
+    return encoded, _write_pack(store, [encoded])
+
+
+def _write_pack(store: Store, blocks: Sequence[Encoded]) -> MemoryCatalogue:
+    builder = PackBuilder(PackId.new())
+    with store.stage(layout.staging(UploadId.new(), "p")) as stage:
+        stage.write(PACK_HEADER)
+        for block in blocks:
+            builder.add(block.encoding)
+            for segment in block.segments:
+                stage.write(segment)
+                stage.write(padding(len(segment)))
+        stage.write(builder.finish())
+        store.publish(stage.close(), layout.pack(builder.pack))
+    catalogue = MemoryCatalogue()
+    catalogue.add_pack(builder.pack, builder.placements)
+    return catalogue
+
+
+@pytest.mark.parametrize("offset", [0, 1, MIB + 3])
+def test_a_delta_is_read_through_its_base(folder_store: Store, offset: int) -> None:
+    base = content(3 * MIB, "weights", 1)
+    changed = bytearray(base)
+    changed[MIB + 10 : MIB + 20] = b"0123456789"
+    standalone = encode(base, hint=Codec.PLANES_BF16)
+    delta = encode_delta(changed, base, standalone.encoding.block, hint=Codec.PLANES_BF16)
+    catalogue = _write_pack(folder_store, [standalone, delta])
+    out = bytearray(3 * MIB - offset)
+    Reader(folder_store, catalogue).read([Wanted(delta.encoding.block, offset, memoryview(out))])
+    assert out == changed[offset:]
+
+
+def test_a_delta_without_its_base_is_an_error_that_names_it(folder_store: Store) -> None:
+    base, changed = bytes(MIB), b"\x01" + bytes(MIB - 1)
+    standalone = encode(base)
+    delta = encode_delta(changed, base, standalone.encoding.block)
+    catalogue = _write_pack(folder_store, [delta])
+    with pytest.raises(FileMissing, match=standalone.encoding.block.hex):
+        Reader(folder_store, catalogue).read(
+            [Wanted(delta.encoding.block, 0, memoryview(bytearray(MIB)))]
+        )
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """A folder as people have it: weights, a config, a tokenizer, an empty file, an odd file."""
+    folder = tmp_path / "model"
+    (folder / "tokenizer").mkdir(parents=True)
+    header = json.dumps(
+        {
+            "a.weight": {"dtype": "BF16", "shape": [2048, 700], "data_offsets": [0, 2867200]},
+            "a.bias": {"dtype": "F32", "shape": [700], "data_offsets": [2867200, 2870000]},
+        }
+    ).encode()
+    weights = len(header).to_bytes(8, "little") + header + content(2870000, "weights", 3)
+    (folder / "model.safetensors").write_bytes(weights)
+    (folder / "odd.safetensors").write_bytes(weights + b"one byte too many")
+    (folder / "config.json").write_text('{"layers": 1}')
+    (folder / "tokenizer" / "vocab.txt").write_bytes(content(1_500_000, "text", 0))
+    (folder / "empty").touch()
+    return folder
+
+
+def _assert_same(model: Path, back: Path) -> None:
+    names = [file.relative_to(model).as_posix() for file in model.rglob("*") if file.is_file()]
+    assert sorted(names) == sorted(
+        file.relative_to(back).as_posix() for file in back.rglob("*") if file.is_file()
+    )
+    assert filecmp.cmpfiles(model, back, names, shallow=False)[0] == names
+
+
+def test_a_folder_comes_back_bit_for_bit(folder_store: Store, model: Path, tmp_path: Path) -> None:
+    catalogue = MemoryCatalogue()
+    manifest = write_folder(Writer(folder_store, catalogue, UploadId.new()), model, MIB)
+    read_folder(Reader(folder_store, catalogue), manifest, tmp_path / "back")
+    _assert_same(model, tmp_path / "back")
+
+
+@pytest.mark.cluster
+def test_a_folder_comes_back_from_hdfs_by_direct_reads(
+    hdfs_store: Store, model: Path, tmp_path: Path
+) -> None:
+    catalogue = MemoryCatalogue()
+    options = WriteOptions(replication=2, min_replicas=2)
+    writer = Writer(hdfs_store, catalogue, UploadId.new(), options)
+    manifest = write_folder(writer, model, MIB)
+    report = read_folder(Reader(hdfs_store, catalogue), manifest, tmp_path / "back")
+    _assert_same(model, tmp_path / "back")
+    assert set(report.by_path) == {ReadPath.DIRECT}
+    assert report.failed == []
+
+
+def test_what_is_in_the_store_is_not_written_again(folder_store: Store, model: Path) -> None:
+    catalogue = MemoryCatalogue()
+    first = Writer(folder_store, catalogue, UploadId.new())
+    write_folder(first, model, MIB)
+    assert first.report.packs_written == 1
+    sizes = [file.stat().st_size for file in model.rglob("*") if file.is_file()]
+    assert first.report.logical_bytes == sum(sizes)
+    second = Writer(folder_store, catalogue, UploadId.new())
+    write_folder(second, model, MIB)
+    assert (second.report.new_bytes, second.report.packs_written) == (0, 0)
+    assert second.report.logical_bytes == first.report.logical_bytes
+
+
+def test_the_same_tensor_in_an_odd_file_is_plain_bytes_and_still_comes_back(
+    folder_store: Store, model: Path
+) -> None:
+    manifest = write_folder(Writer(folder_store, MemoryCatalogue(), UploadId.new()), model, MIB)
+    kinds = {file.path: file.kind for file in manifest.files}
+    assert kinds["model.safetensors"] == "safetensors"
+    assert kinds["odd.safetensors"] == "plain"
+
+
+def test_blocks_that_shrink_less_than_planned_go_into_another_pack(tmp_path: Path) -> None:
+    """The plan takes bf16 at its usual ratio; noise does not shrink at all."""
+    store = LocalStore(tmp_path)
+    store.init()
+    noise = tmp_path / "noise.safetensors"
+    header = b'{"w":{"dtype":"BF16","shape":[6291456],"data_offsets":[0,12582912]}}'
+    noise.write_bytes(len(header).to_bytes(8, "little") + header + os.urandom(12 * MIB))
+    catalogue = MemoryCatalogue()
+    writer = Writer(store, catalogue, UploadId.new(), WriteOptions(pack_bytes=8 * MIB))
+    manifest = write_folder(writer, noise, MIB)
+    assert all(file.length <= 8 * MIB for file in store.list(layout.PACKS))
+    read_folder(Reader(store, catalogue), manifest, tmp_path / "back")
+    assert filecmp.cmp(noise, tmp_path / "back" / "noise.safetensors", shallow=False)
+
+
+def test_a_file_that_is_there_already_is_not_overwritten(
+    folder_store: Store, model: Path, tmp_path: Path
+) -> None:
+    catalogue = MemoryCatalogue()
+    manifest = write_folder(Writer(folder_store, catalogue, UploadId.new()), model, MIB)
+    (tmp_path / "back").mkdir()
+    (tmp_path / "back" / "config.json").write_text("mine")
+    with pytest.raises(Conflict, match=r"config\.json"):
+        read_folder(Reader(folder_store, catalogue), manifest, tmp_path / "back")
+    assert (tmp_path / "back" / "config.json").read_text() == "mine"
+
+
+def test_a_link_is_refused_rather_than_followed(folder_store: Store, model: Path) -> None:
+    (model / "link").symlink_to("/etc/hostname")
+    with pytest.raises(Refused, match="link"):
+        write_folder(Writer(folder_store, MemoryCatalogue(), UploadId.new()), model, MIB)
+
+
+def test_memory_sources_are_not_copied() -> None:
+    array = np.arange(10, dtype=np.uint8)
+    view = MemorySource(array).view(2, 3)
+    array[3] = 99
+    assert view is not None
+    assert bytes(view) == b"\x02\x63\x04"

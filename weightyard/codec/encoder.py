@@ -1,0 +1,194 @@
+"""Encoding a block: the dtype proposes a codec, measuring decides (docs/format.md §3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+from typing_extensions import Buffer
+
+from weightyard.codec.arena import Bytes, arena
+from weightyard.codec.frames import compress_plane, compress_text
+from weightyard.codec.planes import split
+from weightyard.errors import Refused, TooLarge
+from weightyard.format.block import (
+    CHUNK_BYTES,
+    KIB,
+    MAX_BLOCK_BYTES,
+    Codec,
+    Encoding,
+    Segment,
+    SegmentKind,
+    aligned,
+    block_id,
+    fold,
+    segment_checksum,
+)
+from weightyard.names import BlockId
+
+WORTH_ENCODING = 0.95
+"""Stored over raw size from which a plane, or a whole block, is left as it is.
+
+A raw block is received straight into its tensor. The last 5 % would be paid for on every load: at
+2 GB/s of decoding per core they break even where a core gets 0.1 GB/s from the network.
+"""
+
+WORTH_A_DELTA = 0.9
+"""Stored size over that of the standalone encoding, under which a delta is kept."""
+
+_PROBE_LIMIT = 0.97
+"""What a probe may leave of a plane worth trying: Huffman's table weighs more in a short probe."""
+
+_PROBE_PIECES = 16
+_PROBE_PIECE_BYTES = 4 * KIB
+_PROBE_STEP_BYTES = 16 * _PROBE_PIECE_BYTES
+"""A probe sees one piece of each step, at most a sixteenth of the block; a shorter block, whole."""
+
+Compress = Callable[[memoryview], bytes]
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A block ready to be stored: its encoding and the bytes of its segments, not yet padded.
+
+    Segments of a raw block are views of the memory that was encoded: keep it unchanged until they
+    are written.
+    """
+
+    encoding: Encoding
+    segments: tuple[bytes | memoryview, ...]
+
+    @property
+    def stored_bytes(self) -> int:
+        """What the block will take in its pack, padding included."""
+        return self.encoding.stored_bytes
+
+
+def encode(data: Buffer, *, hint: Codec = Codec.ZSTD, block: BlockId | None = None) -> Encoded:
+    """Encode a block's raw bytes, by the codec its dtype proposes or by none.
+
+    `hint` is the plane codec of a float dtype, ZSTD for other bytes, RAW to only check and sum.
+    Planes of elements that do not divide the length are not tried. `block` saves hashing the bytes
+    again when their id is already known. The answer never takes more room than the raw bytes and
+    their padding. Raises TooLarge.
+    """
+    raw = _bytes(data)
+    return _encode(raw, None, hint, block or block_id(raw.data), None)
+
+
+def encode_delta(
+    data: Buffer,
+    base: Buffer,
+    base_id: BlockId,
+    *,
+    hint: Codec = Codec.ZSTD,
+    block: BlockId | None = None,
+) -> Encoded:
+    """Encode a block as its XOR with an equally long base; see `encode` and `worth_a_delta`.
+
+    Raises Refused for a base of another length or a base that is the block itself, and TooLarge.
+    """
+    raw, base_raw = _bytes(data), _bytes(base)
+    block = block or block_id(raw.data)
+    if raw.size != base_raw.size:
+        raise Refused(
+            f"block {block} has {raw.size} bytes and its base {base_id} has {base_raw.size}: "
+            "a delta needs a base of the same length; encode it standalone"
+        )
+    if base_id == block:
+        raise Refused(f"block {block} is its own base: refer to it instead of encoding it")
+    return _encode(raw, base_raw, hint, block, base_id)
+
+
+def worth_a_delta(delta: Encoded, standalone: Encoded) -> bool:
+    """Whether a delta saves enough to make reading the block depend on another one."""
+    return delta.stored_bytes < WORTH_A_DELTA * standalone.stored_bytes
+
+
+def _bytes(data: Buffer) -> Bytes:
+    raw = np.frombuffer(memoryview(data), np.uint8)
+    if raw.size > MAX_BLOCK_BYTES:
+        raise TooLarge(f"a block of {raw.size} bytes; the largest has {MAX_BLOCK_BYTES}: split it")
+    return raw
+
+
+def _encode(
+    raw: Bytes, base: Bytes | None, hint: Codec, block: BlockId, base_id: BlockId | None
+) -> Encoded:
+    codec = hint if raw.size % hint.planes == 0 else Codec.ZSTD
+    stored = _try(codec, raw, base) if codec is not Codec.RAW else None
+    if stored is None:
+        codec = Codec.RAW
+        whole = raw if base is None else np.bitwise_xor(raw, base)
+        stored = [
+            (SegmentKind.RAW, whole[start : start + CHUNK_BYTES].data)
+            for start in range(0, raw.size, CHUNK_BYTES)
+        ]
+    segments = tuple(
+        Segment(kind, len(data), segment_checksum(data, block, index))
+        for index, (kind, data) in enumerate(stored)
+    )
+    encoding = Encoding(block, raw.size, codec, base_id, fold(raw.data), segments)
+    return Encoded(encoding, tuple(data for _, data in stored))
+
+
+_Stored = tuple[SegmentKind, bytes | memoryview]
+
+
+def _try(codec: Codec, raw: Bytes, base: Bytes | None) -> list[_Stored] | None:
+    """The segments of a block under a codec, or None if it is better left raw."""
+    compressors = [_choose(plane, codec) for plane in _planes(codec, _sample(raw, base))]
+    if not any(compressors):
+        return None
+    stored: list[_Stored] = []
+    for start in range(0, raw.size, CHUNK_BYTES):
+        chunk = raw[start : start + CHUNK_BYTES]
+        if base is not None:
+            chunk = np.bitwise_xor(chunk, base[start : start + CHUNK_BYTES])
+        planes = _planes(codec, chunk)
+        stored += map(_store, planes, compressors)
+    if sum(aligned(len(data)) for _, data in stored) >= WORTH_ENCODING * raw.size:
+        return None
+    return stored
+
+
+def _sample(raw: Bytes, base: Bytes | None) -> Bytes:
+    """A few pieces from all over a block, whole elements of any width."""
+    pieces = min(raw.size // _PROBE_STEP_BYTES, _PROBE_PIECES)
+    if pieces:
+        step = raw.size // pieces // 8 * 8
+        rows = (pieces, step)
+        raw = raw[: pieces * step].reshape(rows)[:, :_PROBE_PIECE_BYTES].ravel()
+        if base is not None:
+            base = base[: pieces * step].reshape(rows)[:, :_PROBE_PIECE_BYTES].ravel()
+    return raw if base is None else np.bitwise_xor(raw, base)
+
+
+def _choose(sample: Bytes, codec: Codec) -> Compress | None:
+    """What to compress a plane with, or None if its sample is noise."""
+    if not sample.size:
+        return None
+    candidates = (compress_plane, compress_text) if codec is Codec.ZSTD else (compress_plane,)
+    sizes = [len(compress(sample.data)) for compress in candidates]
+    smallest = min(sizes)
+    return candidates[sizes.index(smallest)] if smallest < _PROBE_LIMIT * sample.size else None
+
+
+def _planes(codec: Codec, chunk: Bytes) -> list[Bytes]:
+    if codec is Codec.ZSTD:
+        return [chunk]
+    planes = [np.empty(chunk.size // codec.planes, np.uint8) for _ in range(codec.planes)]
+    arena.clear()
+    split(codec, chunk, planes, arena)
+    return planes
+
+
+def _store(plane: Bytes, compress: Compress | None) -> _Stored:
+    if plane[0] == plane[-1] and plane.min() == plane.max():
+        return SegmentKind.CONSTANT, bytes(plane[:1])
+    if compress is not None:
+        frame = compress(plane.data)
+        if len(frame) < WORTH_ENCODING * plane.size:
+            return SegmentKind.ZSTD, frame
+    return SegmentKind.RAW, plane.data

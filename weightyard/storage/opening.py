@@ -1,0 +1,40 @@
+"""Opening a store by what a user types."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from weightyard.errors import BadSetting
+from weightyard.settings import Settings
+from weightyard.storage.local import LocalStore
+from weightyard.storage.retry import Retry, RetryingStore
+from weightyard.storage.store import Store
+
+_SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE | re.ASCII)
+
+
+def open_store(url: str | None = None, settings: Settings | None = None) -> Store:
+    """The store at a folder's path, `file://…`, `hdfs://…` or `viewfs://…`.
+
+    Without a URL: what WEIGHTYARD_STORE says, else the folder `store` below WEIGHTYARD_HOME.
+    Raises BadSetting for a URL it cannot make sense of.
+    """
+    settings = settings or Settings()
+    url = url or settings.store or str(settings.home / "store")
+    scheme = _SCHEME.match(url)
+    match scheme and scheme[1].lower():
+        case None:
+            return LocalStore(Path(url))
+        case "file":
+            parts = urlsplit(url)
+            if parts.netloc not in ("", "localhost"):
+                raise BadSetting(f"{url}: a file:// URL has three slashes, file:///folder")
+            return LocalStore(Path(unquote(parts.path)))
+        case "hdfs" | "viewfs":
+            from weightyard.storage.hdfs.store import HdfsStore  # its clients are slow to import
+
+            return RetryingStore(HdfsStore(url, settings), Retry(deadline_s=settings.deadline_s))
+        case other:
+            raise BadSetting(f"{url}: {other}:// is not a store; use a folder, file:// or hdfs://")

@@ -1,0 +1,86 @@
+"""A folder of files in, and out again bit for bit."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from weightyard.errors import Conflict, FileMissing, Refused
+from weightyard.format.assembly import manifest_of
+from weightyard.format.manifest import FileEntry, Manifest
+from weightyard.format.splitting import split_file
+from weightyard.names import FilePath
+from weightyard.transfer.plan import wanted_of
+from weightyard.transfer.reader import Reader, ReadReport
+from weightyard.transfer.source import FileSource
+from weightyard.transfer.writer import Content, Writer
+
+
+def files_in(folder: Path) -> list[tuple[FilePath, Path]]:
+    """The files of a folder, or the one file, by the names they will have. Links are refused."""
+    if folder.is_file():
+        return [(FilePath(folder.name), folder)]
+    if not folder.is_dir():
+        raise FileMissing(f"{folder} is not there")
+    found = []
+    for file in sorted(folder.rglob("*")):
+        if file.is_symlink():
+            raise Refused(f"{file} is a link: push what it points to")
+        if file.is_file():
+            found.append((FilePath(file.relative_to(folder).as_posix()), file))
+    if not found:
+        raise FileMissing(f"{folder} has no files")
+    return found
+
+
+def write_folder(writer: Writer, folder: Path, block_bytes: int) -> Manifest:
+    """Put the files of a folder into the store; returns the manifest, which is not stored yet."""
+    contents = []
+    for path, file in files_in(folder):
+        source = FileSource(file)
+        split = split_file(path, source.length, source.read_at, block_bytes)
+        contents.append(Content(split, [source]))
+    return manifest_of([content.split for content in contents], writer.write(contents))
+
+
+def read_folder(
+    reader: Reader, manifest: Manifest, folder: Path, files: Sequence[FileEntry] | None = None
+) -> ReadReport:
+    """Put files of a version into a folder, all by default.
+
+    Each gets its name when it is whole and durable. Raises Conflict if one is there already.
+    """
+    report = ReadReport()
+    for file in manifest.files if files is None else files:
+        target = folder.joinpath(*file.name.parts)
+        if target.exists() or target.is_symlink():
+            raise Conflict(f"{target} is there already: choose another folder")
+        target.parent.mkdir(parents=True, exist_ok=True)
+        report += _read_file(reader, manifest, file, target)
+    return report
+
+
+def _read_file(reader: Reader, manifest: Manifest, file: FileEntry, target: Path) -> ReadReport:
+    """Blocks are decoded straight into the pages of a mapped file, in any order."""
+    partial = target.with_name(f".{secrets.token_hex(8)}.partial")
+    report = ReadReport()
+    with ExitStack() as cleanup:
+        handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        cleanup.callback(partial.unlink, missing_ok=True)
+        cleanup.callback(os.close, handle)
+        os.truncate(handle, file.bytes)
+        if file.bytes:
+            with mmap.mmap(handle, file.bytes) as pages, memoryview(pages) as into:
+                wanted = list(wanted_of(manifest, file.extents, into))
+                try:
+                    report = reader.read(wanted)
+                finally:
+                    for want in wanted:
+                        want.into.release()
+        os.fsync(handle)
+        os.link(partial, target)
+    return report

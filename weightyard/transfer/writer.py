@@ -1,0 +1,249 @@
+"""The writer: pieces become blocks, blocks become packs, packs become durable.
+
+For each batch of pieces: hash → claim what the store has → plan packs → encode and prove → stage →
+publish → wait for replicas → tell the catalogue. Only the last step makes a block claimable.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+from weightyard import codec
+from weightyard.errors import UnderReplicated
+from weightyard.format.block import Codec, block_id
+from weightyard.format.pack import PACK_HEADER, PACK_LIMIT_BYTES, PackBuilder, padding
+from weightyard.format.splitting import Piece, Split
+from weightyard.names import BlockId, PackId, UploadId
+from weightyard.storage import layout
+from weightyard.storage.deadline import Deadline
+from weightyard.storage.store import FileOptions, Stage, Store
+from weightyard.transfer.catalogue import Catalogue
+from weightyard.transfer.source import Source, piece_bytes
+from weightyard.transfer.together import run_together
+
+_BATCH_PIECES = 1024
+"""Claimed in one call; at 16 MiB a block this is one call for 16 GiB."""
+
+_USUAL_SIZE_LEFT = {
+    Codec.PLANES_BF16: 0.68,
+    Codec.PLANES_FP16: 0.87,
+    Codec.PLANES_FP32: 0.85,
+    Codec.PLANES_FP64: 0.95,
+}
+"""For planning how many blocks go into a pack; a wrong guess costs a shorter pack, no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteOptions:
+    """How packs are made."""
+
+    replication: int | None = None
+    policy: str | None = None
+    min_replicas: int = 1
+    """A pack is not durable before it lies on this many DataNodes."""
+    replicas_timeout_s: float = 30.0
+    compress: bool = True
+    pack_bytes: int = PACK_LIMIT_BYTES
+    threads: int = max(2, os.cpu_count() or 2)
+    """For hashing and encoding."""
+    lanes: int = 2
+    """Packs being written at once; each holds up to `pack_bytes` in memory until it is closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class WriteReport:
+    """What writing did."""
+
+    logical_bytes: int = 0
+    """Of all pieces, as they are in their sources."""
+    new_bytes: int = 0
+    """Of the blocks the store did not have, before encoding."""
+    stored_bytes: int = 0
+    """Of the packs written, footers included."""
+    blocks: int = 0
+    blocks_new: int = 0
+    packs_written: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """A split and the sources its pieces are cut from."""
+
+    split: Split
+    sources: Sequence[Source]
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedBlock:
+    """A block the store does not have, and where its bytes come from."""
+
+    id: BlockId
+    piece: Piece
+    sources: Sequence[Source]
+
+
+def plan_packs(blocks: Sequence[PlannedBlock], options: WriteOptions) -> list[list[PlannedBlock]]:
+    """Which new blocks to put together: neighbours, about a pack full of them."""
+    groups: list[list[PlannedBlock]] = []
+    room = 0.0
+    for block in blocks:
+        size_left = _USUAL_SIZE_LEFT.get(block.piece.codec, 1.0) if options.compress else 1.0
+        takes = block.piece.raw_bytes * size_left
+        if takes > room:
+            groups.append([])
+            room = 0.98 * options.pack_bytes
+        groups[-1].append(block)
+        room -= takes
+    return groups
+
+
+class Writer:
+    """Writes under one upload. Its `report` grows with every call of `write`.
+
+    After an error nothing of the pack concerned can be claimed; packs that were complete stay.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        catalogue: Catalogue,
+        upload: UploadId,
+        options: WriteOptions | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._store = store
+        self._catalogue = catalogue
+        self._upload = upload
+        self._options = options or WriteOptions()
+        self._progress = progress or (lambda done_bytes: None)
+        self._lock = threading.Lock()
+        self._report = WriteReport()
+
+    @property
+    def report(self) -> WriteReport:
+        return self._report
+
+    def write(self, contents: Sequence[Content]) -> list[list[BlockId]]:
+        """Put every piece into the store; returns the names of the blocks, content by content.
+
+        Raises what the store and the sources raise, UnderReplicated, and Bug if a codec fails to
+        give back what it was given.
+        """
+        pieces = [
+            (piece, content.sources) for content in contents for piece in content.split.pieces
+        ]
+        ids: list[BlockId] = []
+        for start in range(0, len(pieces), _BATCH_PIECES):
+            ids += self._write_batch(pieces[start : start + _BATCH_PIECES])
+        rest = iter(ids)
+        return [list(islice(rest, len(content.split.pieces))) for content in contents]
+
+    def _write_batch(self, pieces: Sequence[tuple[Piece, Sequence[Source]]]) -> list[BlockId]:
+        with ThreadPoolExecutor(self._options.threads, "weightyard-encode") as workers:
+            ids = list(workers.map(lambda piece: block_id(piece_bytes(*piece)), pieces))
+            by_id = dict(zip(ids, pieces, strict=True))
+            known = self._catalogue.claim(list(by_id))
+            new = [PlannedBlock(id, *piece) for id, piece in by_id.items() if id not in known]
+            logical_bytes = sum(piece.raw_bytes for piece, _ in pieces)
+            new_bytes = sum(block.piece.raw_bytes for block in new)
+            self._count(logical_bytes=logical_bytes, new_bytes=new_bytes)
+            self._count(blocks=len(pieces), blocks_new=len(new))
+            self._progress(logical_bytes - new_bytes)
+            stop = threading.Event()
+            lanes = [
+                partial(self._write_group, group, workers, stop)
+                for group in plan_packs(new, self._options)
+            ]
+            run_together(self._options.lanes, "weightyard-write", lanes, stop)
+        return ids
+
+    def _write_group(
+        self,
+        group: Sequence[PlannedBlock],
+        workers: ThreadPoolExecutor,
+        stop: threading.Event,
+    ) -> None:
+        """One pack; another one for what does not fit because it shrank less than planned."""
+        encoded = self._encoded(group, workers)
+        block = next(encoded, None)
+        while block is not None and not stop.is_set():
+            pack = PackBuilder(PackId.new(), self._options.pack_bytes)
+            self._catalogue.begin_pack(pack.pack)
+            name = layout.staging(self._upload, pack.pack.hex)
+            with self._store.stage(name, self._file_options()) as stage:
+                stage.write(PACK_HEADER)
+                while block is not None and not stop.is_set() and pack.fits(block.encoding):
+                    pack.add(block.encoding)
+                    _write_block(stage, block)
+                    self._progress(block.encoding.raw_bytes)
+                    block = next(encoded, None)
+                if stop.is_set():
+                    return
+                stage.write(pack.finish())
+                self._store.publish(stage.close(), layout.pack(pack.pack))
+            self._require_replicas(pack.pack)
+            self._catalogue.add_pack(pack.pack, pack.placements)
+            self._count(stored_bytes=pack.pack_bytes, packs_written=1)
+
+    def _encoded(
+        self, group: Sequence[PlannedBlock], workers: ThreadPoolExecutor
+    ) -> Iterator[codec.Encoded]:
+        """The blocks of a group encoded, in order, a few of them ahead of need."""
+        ahead: deque[Future[codec.Encoded]] = deque()
+        try:
+            for block in group:
+                ahead.append(workers.submit(self._encode, block))
+                if len(ahead) > self._options.threads:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+        finally:
+            for waiting in ahead:
+                waiting.cancel()
+
+    def _encode(self, block: PlannedBlock) -> codec.Encoded:
+        raw = piece_bytes(block.piece, block.sources)
+        hint = block.piece.codec if self._options.compress else Codec.RAW
+        encoded = codec.encode(raw, hint=hint, block=block.id)
+        codec.prove(encoded, raw)
+        return encoded
+
+    def _file_options(self) -> FileOptions:
+        options = self._options
+        return FileOptions(options.replication, options.pack_bytes, options.policy)
+
+    def _require_replicas(self, pack: PackId) -> None:
+        """Wait until a pack lies on enough DataNodes: HDFS closes a file that is on one."""
+        wanted = self._options.min_replicas
+        path = layout.pack(pack)
+        deadline = Deadline.after(self._options.replicas_timeout_s)
+        while True:
+            spans = self._store.locate(path).spans
+            found = min((len(span.replicas) for span in spans), default=wanted)
+            if found >= wanted:
+                return
+            if time.monotonic() + 0.1 > deadline.at:
+                raise UnderReplicated(f"{path} is on {found} DataNodes, {wanted} are required")
+            time.sleep(0.1)
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            counts = {name: getattr(self._report, name) for name in WriteReport.__slots__}
+            for name, amount in more.items():
+                counts[name] += amount
+            self._report = WriteReport(**counts)
+
+
+def _write_block(stage: Stage, block: codec.Encoded) -> None:
+    for segment in block.segments:
+        stage.write(segment)
+        if pad := padding(memoryview(segment).nbytes):
+            stage.write(pad)
