@@ -117,7 +117,7 @@ def test_footer_that_the_tail_does_not_reach_is_not_made_up() -> None:
 
 def test_pack_never_passes_its_limit_footer_included() -> None:
     builder = PackBuilder(PACK, limit_bytes=4 * MIB)
-    each = encoding("x", Codec.ZSTD, MIB, (ZSTD, 300_000))
+    each = encoding("x", Codec.ZSTD, MIB, (ZSTD, 299_500))  # 14 fit, but not their footer
     number = 0
     while builder.fits(one := replace(each, block=block_id(b"%d" % number))):
         builder.add(one)
@@ -237,6 +237,8 @@ def test_footer_of_another_pack_or_of_changed_bytes_is_refused() -> None:
         read_footer(footer[:-1] + b"\x01", span, PACK)
     with pytest.raises(PackInvalid, match="footer of"):
         read_footer(footer[:-1], span, PACK)
+    with pytest.raises(PackInvalid, match="footer begins"):
+        read_footer(footer, replace(span, offset=span.offset + ALIGNMENT), PACK)
     for short in (footer[:8], footer + bytes(16), footer[:16] + b"\xff" * 8 + footer[24:]):
         lied = FooterSpan(span.offset, len(short), xxhash.xxh3_64_intdigest(short))
         with pytest.raises(PackInvalid):

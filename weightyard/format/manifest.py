@@ -161,7 +161,8 @@ def check(manifest: Manifest) -> None:
     """Hold a manifest against every rule of the format. Raises ManifestInvalid, saying where."""
     if manifest.format != MANIFEST_FORMAT:
         raise ManifestInvalid(f"format {manifest.format}")
-    check_block_bytes(manifest.block_bytes)
+    if not is_block_size(manifest.block_bytes):
+        raise ManifestInvalid(f"block size {manifest.block_bytes}")
     tensors = manifest.tensors
     boxes = [box for tensor in tensors for box in tensor.boxes]
     extents = sum(len(file.extents) for file in manifest.files)
@@ -181,12 +182,9 @@ def check(manifest: Manifest) -> None:
     cursor.finish()
 
 
-def check_block_bytes(block_bytes: int) -> None:
-    """Whether a yard may have this block size. Raises ManifestInvalid."""
-    if not CHUNK_BYTES <= block_bytes <= MAX_BLOCK_BYTES or block_bytes % CHUNK_BYTES:
-        raise ManifestInvalid(
-            f"block size {block_bytes}: a multiple of {CHUNK_BYTES}, at most {MAX_BLOCK_BYTES}"
-        )
+def is_block_size(block_bytes: int) -> bool:
+    """Whether a yard may have this block size: whole chunks, at most MAX_BLOCK_BYTES."""
+    return CHUNK_BYTES <= block_bytes <= MAX_BLOCK_BYTES and block_bytes % CHUNK_BYTES == 0
 
 
 class _BlockCursor:

@@ -13,10 +13,10 @@ from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
-from weightyard.errors import InvalidName, Refused
-from weightyard.format.block import KIB, MIB, Codec
+from weightyard.errors import BadSetting, InvalidName, Refused
+from weightyard.format.block import CHUNK_BYTES, KIB, MAX_BLOCK_BYTES, MIB, Codec
 from weightyard.format.dtypes import DType, codec_hint, nbytes
-from weightyard.format.manifest import Box, Extent, FileEntry, TensorEntry, check_block_bytes
+from weightyard.format.manifest import Box, Extent, FileEntry, TensorEntry, is_block_size
 from weightyard.format.safetensors import (
     LENGTH_BYTES,
     Header,
@@ -100,7 +100,10 @@ class _Cutter:
     """Hands out pieces in the order in which their first bytes are wanted."""
 
     def __init__(self, block_bytes: int) -> None:
-        check_block_bytes(block_bytes)
+        if not is_block_size(block_bytes):
+            raise BadSetting(
+                f"block size {block_bytes}: a multiple of {CHUNK_BYTES}, at most {MAX_BLOCK_BYTES}"
+            )
         self._block_bytes = block_bytes
         self._pieces: list[tuple[list[Part], set[Codec]]] = []
         self._bundle = -1
