@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.table import Table
 
 from weightyard.format.block import DEFAULT_BLOCK_BYTES
-from weightyard.names import UploadId
 from weightyard.storage import layout
 from weightyard.storage.opening import open_store
 from weightyard.transfer.catalogue import MemoryCatalogue
@@ -81,10 +80,10 @@ def main() -> None:
                 source = scratch / name
                 make_model(source, tuned=tuned)
                 began = time.perf_counter()
-                upload = UploadId.new()
-                writer = Writer(store, catalogue, upload)
+                upload = catalogue.upload()
+                writer = Writer(store, upload)
                 manifest = write_folder(writer, source, DEFAULT_BLOCK_BYTES)
-                store.delete(layout.staging_folder(upload))
+                store.delete(layout.staging_folder(upload.id))
                 table.add_row(name, *_row(writer.report, time.perf_counter() - began))
                 read_folder(Reader(store, catalogue), manifest, scratch / "back" / name)
                 same, different, missing = filecmp.cmpfiles(

@@ -6,13 +6,19 @@ YardError
 │   │   └── DataNodeFailed    one DataNode did not serve; another replica may
 │   ├── StaleLocation         a location is out of date: locate again
 │   ├── DeadlineExceeded      the time given was used up
-│   └── UnderReplicated       written, but on fewer DataNodes than promised
+│   ├── UnderReplicated       written, but on fewer DataNodes than promised
+│   └── RegistryUnavailable   the database did not answer, or its answer was lost
 ├── Conflict                  re-read and decide
-│   └── AlreadyThere          a file of that name exists
+│   ├── AlreadyThere          a file of that name exists
+│   ├── VersionMoved          the newest version is not the one expected
+│   ├── AliasMoved            the alias is not where it was expected
+│   ├── UploadExpired         the upload's lease ended; begin a new one
+│   └── KeyReused             the idempotency key was used for something else
 ├── Damaged                   do not use the bytes
 │   ├── BlockCorrupt          a block's bytes are not what its id or checksums say
 │   ├── PackInvalid           a pack's structure does not hold together
 │   ├── ManifestInvalid       a manifest's structure does not hold together
+│   ├── BlockMissing          a version needs a block that lies nowhere
 │   └── FileMissing           something that should be in the store is not
 ├── Refused                   fix the request
 │   ├── InvalidName           a name, ref, path or id that does not parse
@@ -21,6 +27,11 @@ YardError
 │   ├── NotAllowed            the store's permissions forbid it
 │   ├── StoreFull             quota or disk is used up
 │   ├── Unsupported           this store cannot do that
+│   ├── NoSuchThing           no model, version, alias or token of that name
+│   ├── Protected             an alias, a dependant or a lease holds it
+│   ├── QuotaExceeded         the project's quota is used up
+│   ├── ForeignStore          the store belongs to another registry
+│   ├── SchemaUnknown         the database's schema is not this weightyard's
 │   ├── BadSetting            a setting or option that does not fit
 │   └── ClusterFailed         the test cluster did not start
 └── Bug                       report it
@@ -83,6 +94,12 @@ class UnderReplicated(Retryable):
     code = "under-replicated"
 
 
+class RegistryUnavailable(Retryable):
+    """The database did not answer, or its answer was lost: read back before trying again."""
+
+    code = "registry-unavailable"
+
+
 class Conflict(YardError):
     """The world is not as the caller assumed: re-read and decide."""
 
@@ -94,6 +111,39 @@ class AlreadyThere(Conflict):
     """A file of that name exists. It may be one's own from a lost answer: read back and compare."""
 
     code = "already-there"
+
+
+class VersionMoved(Conflict):
+    """The model's newest version is not the one the publisher expected. `current` is."""
+
+    code = "version-moved"
+
+    def __init__(self, model: str, expected: int, current: int) -> None:
+        super().__init__(f"{model}: newest version is {current}, expected was {expected}")
+        self.current = current
+
+
+class AliasMoved(Conflict):
+    """The alias does not point to the version the mover expected. `current` says where it is."""
+
+    code = "alias-moved"
+
+    def __init__(self, model: str, alias: str, expected: int | None, current: int | None) -> None:
+        super().__init__(f"{model}: alias {alias} is on {current}, expected was {expected}")
+        self.current = current
+
+
+class UploadExpired(Conflict):
+    """An upload whose lease ended, or that is unknown. What it wrote is kept for a while: push
+    again, and nothing that is in the store is sent twice."""
+
+    code = "upload-expired"
+
+
+class KeyReused(Conflict):
+    """An idempotency key that was used for other content."""
+
+    code = "key-reused"
 
 
 class Damaged(YardError):
@@ -119,6 +169,12 @@ class ManifestInvalid(Damaged):
     """A manifest is not well formed, or does not cover what it says it covers."""
 
     code = "manifest-invalid"
+
+
+class BlockMissing(Damaged):
+    """A block that lies in no pack of the store, or in none the writer holds."""
+
+    code = "block-missing"
 
 
 class FileMissing(Damaged):
@@ -175,6 +231,36 @@ class Unsupported(Refused):
     """This store, or this path through it, cannot do what was asked."""
 
     code = "unsupported"
+
+
+class NoSuchThing(Refused):
+    """No model, version, alias or token of that name."""
+
+    code = "no-such-thing"
+
+
+class Protected(Refused):
+    """An alias, a dependant or a lease holds it; the message says which."""
+
+    code = "protected"
+
+
+class QuotaExceeded(Refused):
+    """The project's quota is used up; the message says which and by how much."""
+
+    code = "quota-exceeded"
+
+
+class ForeignStore(Refused):
+    """The store belongs to another registry. `weightyard rebuild --adopt` takes it over."""
+
+    code = "foreign-store"
+
+
+class SchemaUnknown(Refused):
+    """The database's schema is not the one this weightyard works with."""
+
+    code = "schema-unknown"
 
 
 class BadSetting(Refused):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -289,12 +288,3 @@ def test_newer_pack_is_refused_naming_both_versions() -> None:
         read_trailer(trailer(version=2), pack_bytes)
     with pytest.raises(UnknownFormat, match="version 9"):
         check_header(PACK_HEADER[:8] + b"\x09\0\0\0\0\0\0\0")
-
-
-def test_footer_of_128_blocks_is_read_in_under_a_millisecond_a_block() -> None:
-    one = encoding("x", Codec.PLANES_FP32, 16 * MIB, (ZSTD, 20_000), (CONSTANT, 1))
-    many = [replace(one, block=block_id(b"%d" % number)) for number in range(128)]
-    tail, pack_bytes, placements = built(*many)
-    start = time.process_time()
-    assert read(tail, pack_bytes) == placements
-    assert time.process_time() - start < 0.128

@@ -17,7 +17,7 @@ from weightyard.format.block import CHUNK_BYTES, MIB, Codec
 from weightyard.format.dtypes import DType
 from weightyard.format.pack import Placement
 from weightyard.format.splitting import StateTensor, split_state
-from weightyard.names import BlockId, PackId, UploadId
+from weightyard.names import BlockId, PackId
 from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
@@ -45,7 +45,7 @@ class Yard:
         tensors = [StateTensor(f"t{i}", DType.BF16, (RAW_BYTES // 2,)) for i in range(4)]
         data = [content(RAW_BYTES, kind, i) for i in range(4)]
         split = split_state(tensors, RAW_BYTES)
-        writer = Writer(store, self.catalogue, UploadId.new(), options)
+        writer = Writer(store, self.catalogue.upload(), options)
         (ids,) = writer.write([Content(split, [MemorySource(d) for d in data])])
         self.blocks = dict(zip(ids, data, strict=True))
 
@@ -146,7 +146,7 @@ def test_a_truncated_pack_is_found(yard: Yard) -> None:
 def _write_one(store: Store, catalogue: MemoryCatalogue) -> None:
     split = split_state([StateTensor("t", DType.U8, (RAW_BYTES,))], RAW_BYTES)
     source = MemorySource(content(RAW_BYTES, "noise", 1))
-    Writer(store, catalogue, UploadId.new()).write([Content(split, [source])])
+    Writer(store, catalogue.upload()).write([Content(split, [source])])
 
 
 @pytest.mark.parametrize("fault", Fault)

@@ -55,7 +55,7 @@ def _round_trip(store: Store, state: State) -> None:
     catalogue = MemoryCatalogue()
     split = split_state(state.tensors, MIB)
     sources = [MemorySource(box) for box in state.boxes]
-    blocks = Writer(store, catalogue, UploadId.new(), SMALL_PACKS).write([Content(split, sources)])
+    blocks = Writer(store, catalogue.upload(), SMALL_PACKS).write([Content(split, sources)])
     digest, stored = manifests.encode(manifest_of([split], blocks))
 
     manifest = manifests.decode(stored, digest)
@@ -180,7 +180,7 @@ def _assert_same(model: Path, back: Path) -> None:
 
 def test_a_folder_comes_back_bit_for_bit(folder_store: Store, model: Path, tmp_path: Path) -> None:
     catalogue = MemoryCatalogue()
-    manifest = write_folder(Writer(folder_store, catalogue, UploadId.new()), model, MIB)
+    manifest = write_folder(Writer(folder_store, catalogue.upload()), model, MIB)
     read_folder(Reader(folder_store, catalogue), manifest, tmp_path / "back")
     _assert_same(model, tmp_path / "back")
 
@@ -191,7 +191,7 @@ def test_a_folder_comes_back_from_hdfs_by_direct_reads(
 ) -> None:
     catalogue = MemoryCatalogue()
     options = WriteOptions(replication=2, min_replicas=2)
-    writer = Writer(hdfs_store, catalogue, UploadId.new(), options)
+    writer = Writer(hdfs_store, catalogue.upload(), options)
     manifest = write_folder(writer, model, MIB)
     report = read_folder(Reader(hdfs_store, catalogue), manifest, tmp_path / "back")
     _assert_same(model, tmp_path / "back")
@@ -201,12 +201,12 @@ def test_a_folder_comes_back_from_hdfs_by_direct_reads(
 
 def test_what_is_in_the_store_is_not_written_again(folder_store: Store, model: Path) -> None:
     catalogue = MemoryCatalogue()
-    first = Writer(folder_store, catalogue, UploadId.new())
+    first = Writer(folder_store, catalogue.upload())
     write_folder(first, model, MIB)
     assert first.report.packs_written == 1
     sizes = [file.stat().st_size for file in model.rglob("*") if file.is_file()]
     assert first.report.logical_bytes == sum(sizes)
-    second = Writer(folder_store, catalogue, UploadId.new())
+    second = Writer(folder_store, catalogue.upload())
     write_folder(second, model, MIB)
     assert (second.report.new_bytes, second.report.packs_written) == (0, 0)
     assert second.report.logical_bytes == first.report.logical_bytes
@@ -215,7 +215,7 @@ def test_what_is_in_the_store_is_not_written_again(folder_store: Store, model: P
 def test_the_same_tensor_in_an_odd_file_is_plain_bytes_and_still_comes_back(
     folder_store: Store, model: Path
 ) -> None:
-    manifest = write_folder(Writer(folder_store, MemoryCatalogue(), UploadId.new()), model, MIB)
+    manifest = write_folder(Writer(folder_store, MemoryCatalogue().upload()), model, MIB)
     kinds = {file.path: file.kind for file in manifest.files}
     assert kinds["model.safetensors"] == "safetensors"
     assert kinds["odd.safetensors"] == "plain"
@@ -229,7 +229,7 @@ def test_blocks_that_shrink_less_than_planned_go_into_another_pack(tmp_path: Pat
     header = b'{"w":{"dtype":"BF16","shape":[6291456],"data_offsets":[0,12582912]}}'
     noise.write_bytes(len(header).to_bytes(8, "little") + header + os.urandom(12 * MIB))
     catalogue = MemoryCatalogue()
-    writer = Writer(store, catalogue, UploadId.new(), WriteOptions(pack_bytes=8 * MIB))
+    writer = Writer(store, catalogue.upload(), WriteOptions(pack_bytes=8 * MIB))
     manifest = write_folder(writer, noise, MIB)
     assert all(file.length <= 8 * MIB for file in store.list(layout.PACKS))
     read_folder(Reader(store, catalogue), manifest, tmp_path / "back")
@@ -240,7 +240,7 @@ def test_a_file_that_is_there_already_is_not_overwritten(
     folder_store: Store, model: Path, tmp_path: Path
 ) -> None:
     catalogue = MemoryCatalogue()
-    manifest = write_folder(Writer(folder_store, catalogue, UploadId.new()), model, MIB)
+    manifest = write_folder(Writer(folder_store, catalogue.upload()), model, MIB)
     (tmp_path / "back").mkdir()
     (tmp_path / "back" / "config.json").write_text("mine")
     with pytest.raises(Conflict, match=r"config\.json"):
@@ -251,7 +251,7 @@ def test_a_file_that_is_there_already_is_not_overwritten(
 def test_a_link_is_refused_rather_than_followed(folder_store: Store, model: Path) -> None:
     (model / "link").symlink_to("/etc/hostname")
     with pytest.raises(Refused, match="link"):
-        write_folder(Writer(folder_store, MemoryCatalogue(), UploadId.new()), model, MIB)
+        write_folder(Writer(folder_store, MemoryCatalogue().upload()), model, MIB)
 
 
 def test_memory_sources_are_not_copied() -> None:

@@ -6,6 +6,7 @@ Layout only: which byte goes where. The bytes of blocks pass through the writer 
 from __future__ import annotations
 
 import struct
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -215,6 +216,26 @@ def read_footer(footer: Buffer, span: FooterSpan, pack: PackId) -> tuple[Placeme
         raise PackInvalid(f"pack {pack}: {why}") from None
 
 
+def entry_bytes(placement: Placement) -> bytes:
+    """One placement alone, in the form a footer gives it: its entry, then its chunk table."""
+    return _tables([placement])
+
+
+def read_entry(entry: Buffer, pack: PackId) -> Placement:
+    """The placement in these bytes, every rule for a block checked. Raises PackInvalid."""
+    view = memoryview(entry)
+    rest = view.nbytes - _ENTRY.itemsize
+    if rest < 0 or rest % _SEGMENT.itemsize or view.nbytes > MAX_FOOTER_BYTES:
+        raise PackInvalid(f"pack {pack}: entry of {view.nbytes} bytes")
+    entries = np.frombuffer(view, _ENTRY, 1)
+    segments = np.frombuffer(view, _SEGMENT, rest // _SEGMENT.itemsize, _ENTRY.itemsize)
+    try:
+        ((offset, encoding),) = _encodings(entries, segments)
+    except _Wrong as why:
+        raise PackInvalid(f"pack {pack}: {why}") from None
+    return Placement(pack, offset, encoding)
+
+
 class _Wrong(Exception):
     """What does not hold in a footer's tables."""
 
@@ -222,6 +243,24 @@ class _Wrong(Exception):
 def _placements(
     entries: np.ndarray, segments: np.ndarray, span: FooterSpan, pack: PackId
 ) -> tuple[Placement, ...]:
+    placements: list[Placement] = []
+    seen: set[tuple[BlockId, BlockId | None]] = set()
+    end = HEADER_BYTES
+    for offset, encoding in _encodings(entries, segments):
+        if (encoding.block, encoding.base) in seen:
+            raise _Wrong(f"block {encoding.block} is there twice")
+        seen.add((encoding.block, encoding.base))
+        if offset != end:
+            raise _Wrong(f"block {encoding.block} is at {offset}, the one before ends at {end}")
+        placements.append(Placement(pack, offset, encoding))
+        end = placements[-1].end
+    if end != span.offset:
+        raise _Wrong("blocks do not end where the footer begins")
+    return tuple(placements)
+
+
+def _encodings(entries: np.ndarray, segments: np.ndarray) -> Iterator[tuple[int, Encoding]]:
+    """Offset and encoding of each entry, whose chunk tables follow each other."""
     if (segments["kind"] >= len(_KINDS)).any() or (entries["codec"] >= len(_CODECS)).any():
         raise _Wrong("a codec or segment kind that is not known")
     if any(segments["zero"].tobytes()) or any(entries["zero"].tobytes()):
@@ -230,9 +269,7 @@ def _placements(
         Segment(_KINDS[kind], stored_bytes, checksum)
         for checksum, stored_bytes, kind, _ in segments.tolist()
     ]
-    placements: list[Placement] = []
-    seen: set[tuple[bytes, bytes]] = set()
-    first, end = 0, HEADER_BYTES
+    first = 0
     for (
         block,
         base,
@@ -245,9 +282,8 @@ def _placements(
         has_base,
         _,
     ) in entries.tolist():
-        if has_base != (base != _NO_BASE) or (block, base) in seen:
-            raise _Wrong(f"block {block.hex()} is there twice or has half a base")
-        seen.add((block, base))
+        if has_base != (base != _NO_BASE):
+            raise _Wrong(f"block {block.hex()} has half a base")
         encoding = Encoding(
             block=BlockId.of(block),
             raw_bytes=raw_bytes,
@@ -258,17 +294,18 @@ def _placements(
         )
         if not raw_bytes or encoding.flaw:
             raise _Wrong(f"block {block.hex()} has {encoding.flaw or 'no bytes'}")
-        if offset != end:
-            raise _Wrong(f"block {block.hex()} is at {offset}, the one before ends at {end}")
-        placements.append(Placement(pack, offset, encoding))
+        yield offset, encoding
         first += count
-        end = placements[-1].end
-    if first != len(table) or end != span.offset:
-        raise _Wrong("blocks do not use up the segments, or do not end where the footer begins")
-    return tuple(placements)
+    if first != len(table):
+        raise _Wrong("blocks do not use up the segments")
 
 
-def _footer(pack: PackId, placements: list[Placement], segment_count: int) -> bytes:
+def _footer(pack: PackId, placements: Sequence[Placement], segment_count: int) -> bytes:
+    return _FOOTER.pack(pack.raw, len(placements), segment_count, 0) + _tables(placements)
+
+
+def _tables(placements: Sequence[Placement]) -> bytes:
+    """The entries, then the chunk tables."""
     entries = np.array(
         [
             (
@@ -295,8 +332,7 @@ def _footer(pack: PackId, placements: list[Placement], segment_count: int) -> by
         ],
         _SEGMENT,
     )
-    head = _FOOTER.pack(pack.raw, len(placements), segment_count, 0)
-    return head + entries.tobytes() + segments.tobytes()
+    return entries.tobytes() + segments.tobytes()
 
 
 def _footer_bytes(entries: int, segments: int) -> int:

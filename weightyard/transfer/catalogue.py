@@ -1,50 +1,133 @@
-"""Catalogue: what the transfer engines need to know and say about packs and blocks."""
+"""Catalogue: what the transfer engines need to know and say about blocks, packs and versions."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+from weightyard.format.manifest import Manifest
 from weightyard.format.pack import Placement
-from weightyard.names import BlockId, PackId
+from weightyard.names import BlockId, Digest, ModelName, PackId, Ref, UploadId
+from weightyard.records import Publication, Version
 
 
-class Catalogue(Protocol):
-    """Where blocks lie. Thread-safe. Call order for a writer: claim → begin_pack → add_pack."""
+class Placements(Protocol):
+    """What a reader asks. Thread-safe."""
+
+    def placements(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
+        """Where blocks lie. A block the store does not have is left out."""
+
+
+class Packing(Protocol):
+    """What a writer of packs says. Thread-safe.
+
+    Call order: claim → for each pack begin_pack → (its file is staged and published) → add_pack.
+    Every call may raise UploadExpired: stop, nothing more of this upload will count.
+    """
+
+    @property
+    def id(self) -> UploadId:
+        """Names the staging folder."""
 
     def claim(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
-        """The placements of those blocks that the store has. Others are left out."""
+        """Where blocks lie that need not be written again; they are held for this upload."""
 
     def begin_pack(self, pack: PackId) -> None:
         """Say that a pack is about to be written. Always before it has a file."""
 
-    def add_pack(self, pack: PackId, placements: Sequence[Placement]) -> None:
-        """Say that a pack is published and durable. From here on its blocks can be claimed."""
+    def add_pack(self, pack: PackId, pack_bytes: int, placements: Sequence[Placement]) -> None:
+        """Say that a pack is published and durable. From here on its blocks can be claimed.
+
+        May be repeated after a lost answer.
+        """
+
+
+@dataclass(frozen=True, slots=True)
+class ManifestFile:
+    """A manifest as it lies, or will lie, in the store."""
+
+    digest: Digest
+    stored_bytes: int
+
+
+class Upload(Packing, Protocol):
+    """A lease under which one version is written.
+
+    Call order: as Packing, heartbeat now and then → begin_manifest → (its file is published) →
+    commit, or abandon.
+    """
+
+    def heartbeat(self) -> None:
+        """Stay alive for another lease. Raises UploadExpired if it is too late."""
+
+    def begin_manifest(self, file: ManifestFile) -> None:
+        """Say that a manifest is about to be written. Always before it has a file."""
+
+    def commit(
+        self, digest: Digest, manifest: Manifest, publication: Publication, key: str
+    ) -> Version:
+        """Make the version visible: all of it, or nothing.
+
+        Repeating it with the same key after a lost answer returns the same version. Raises
+        VersionMoved, AliasMoved, KeyReused, UploadExpired, QuotaExceeded, BlockMissing.
+        """
+
+    def abandon(self) -> None:
+        """Give up: what only this upload held may be collected. Idempotent."""
+
+
+class Catalogue(Placements, Protocol):
+    """Versions, and where their blocks lie: a registry, or a service that has one. Thread-safe."""
+
+    def resolve(self, ref: Ref) -> Version:
+        """The version a ref means now. Raises NoSuchThing."""
+
+    def open_upload(self, model: ModelName, publication: Publication) -> Upload:
+        """Begin a version of a model, which need not exist yet."""
 
 
 class MemoryCatalogue:
-    """A catalogue of this process: what it wrote, and what pack footers told it."""
+    """Where blocks lie, as this process knows: what it wrote, and what pack footers told it."""
 
-    def __init__(self, placements: Sequence[Placement] = ()) -> None:
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._placements: dict[BlockId, list[Placement]] = {}
         self.packs: dict[PackId, Sequence[Placement]] = {}
-        self._learn(placements)
 
-    def claim(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
+    def placements(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
         with self._lock:
             known = ((block, self._placements.get(block)) for block in blocks)
             return {block: tuple(found) for block, found in known if found}
 
-    def begin_pack(self, pack: PackId) -> None:
-        pass  # what this process leaves behind when it dies, nobody else knows of anyway
-
     def add_pack(self, pack: PackId, placements: Sequence[Placement]) -> None:
         with self._lock:
             self.packs[pack] = tuple(placements)
-            self._learn(placements)
+            for placement in placements:
+                self._placements.setdefault(placement.encoding.block, []).append(placement)
 
-    def _learn(self, placements: Sequence[Placement]) -> None:
-        for placement in placements:
-            self._placements.setdefault(placement.encoding.block, []).append(placement)
+    def upload(self) -> Packing:
+        """Write packs that this catalogue will know."""
+        return _MemoryUpload(self)
+
+
+class _MemoryUpload:
+    """What this process leaves behind when it dies, nobody else knows of anyway."""
+
+    def __init__(self, catalogue: MemoryCatalogue) -> None:
+        self._catalogue = catalogue
+        self._id = UploadId.new()
+
+    @property
+    def id(self) -> UploadId:
+        return self._id
+
+    def claim(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
+        return self._catalogue.placements(blocks)
+
+    def begin_pack(self, pack: PackId) -> None:
+        pass
+
+    def add_pack(self, pack: PackId, pack_bytes: int, placements: Sequence[Placement]) -> None:
+        self._catalogue.add_pack(pack, placements)

@@ -19,7 +19,7 @@ from weightyard.logs import Log
 from weightyard.names import BlockId, PackId
 from weightyard.storage import layout
 from weightyard.storage.store import Location, Read, ReadPath, Replica, Served, Span, Store
-from weightyard.transfer.catalogue import Catalogue
+from weightyard.transfer.catalogue import Placements
 from weightyard.transfer.plan import BlockRead, Run, Wanted, plan_reads
 from weightyard.transfer.together import run_together
 
@@ -62,7 +62,7 @@ class Reader:
     def __init__(
         self,
         store: Store,
-        catalogue: Catalogue,
+        catalogue: Placements,
         *,
         threads: int | None = None,
         choose: Choose = lambda span: span.replicas,
@@ -80,10 +80,10 @@ class Reader:
         After an error the buffers' content is undefined.
         """
         wanted = list(wanted)
-        placements = dict(self._catalogue.claim(list({want.block for want in wanted})))
+        placements = dict(self._catalogue.placements(list({want.block for want in wanted})))
         runs = plan_reads(wanted, placements)
         bases = {read.encoding.base for run in runs for read in run.reads}
-        placements |= self._catalogue.claim([base for base in bases if base is not None])
+        placements |= self._catalogue.placements([base for base in bases if base is not None])
         fetching = _Fetching(self._store, placements, self._choose, self._timeout_s)
         # Packs are located ahead of their reads, so that no read waits for the NameNode.
         packs = dict.fromkeys(run.pack for run in runs)

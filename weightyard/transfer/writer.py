@@ -21,11 +21,11 @@ from weightyard.errors import UnderReplicated
 from weightyard.format.block import Codec, block_id
 from weightyard.format.pack import PACK_HEADER, PACK_LIMIT_BYTES, PackBuilder, padding
 from weightyard.format.splitting import Piece, Split
-from weightyard.names import BlockId, PackId, UploadId
+from weightyard.names import BlockId, PackId
 from weightyard.storage import layout
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.store import FileOptions, Stage, Store
-from weightyard.transfer.catalogue import Catalogue
+from weightyard.transfer.catalogue import Packing
 from weightyard.transfer.source import Source, piece_bytes
 from weightyard.transfer.together import run_together
 
@@ -114,13 +114,11 @@ class Writer:
     def __init__(
         self,
         store: Store,
-        catalogue: Catalogue,
-        upload: UploadId,
+        upload: Packing,
         options: WriteOptions | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> None:
         self._store = store
-        self._catalogue = catalogue
         self._upload = upload
         self._options = options or WriteOptions()
         self._progress = progress or (lambda done_bytes: None)
@@ -150,7 +148,7 @@ class Writer:
         with ThreadPoolExecutor(self._options.threads, "weightyard-encode") as workers:
             ids = list(workers.map(lambda piece: block_id(piece_bytes(*piece)), pieces))
             by_id = dict(zip(ids, pieces, strict=True))
-            known = self._catalogue.claim(list(by_id))
+            known = self._upload.claim(list(by_id))
             new = [PlannedBlock(id, *piece) for id, piece in by_id.items() if id not in known]
             logical_bytes = sum(piece.raw_bytes for piece, _ in pieces)
             new_bytes = sum(block.piece.raw_bytes for block in new)
@@ -176,8 +174,8 @@ class Writer:
         block = next(encoded, None)
         while block is not None and not stop.is_set():
             pack = PackBuilder(PackId.new(), self._options.pack_bytes)
-            self._catalogue.begin_pack(pack.pack)
-            name = layout.staging(self._upload, pack.pack.hex)
+            self._upload.begin_pack(pack.pack)
+            name = layout.staging(self._upload.id, pack.pack.hex)
             with self._store.stage(name, self._file_options()) as stage:
                 stage.write(PACK_HEADER)
                 while block is not None and not stop.is_set() and pack.fits(block.encoding):
@@ -190,7 +188,7 @@ class Writer:
                 stage.write(pack.finish())
                 self._store.publish(stage.close(), layout.pack(pack.pack))
             self._require_replicas(pack.pack)
-            self._catalogue.add_pack(pack.pack, pack.placements)
+            self._upload.add_pack(pack.pack, pack.pack_bytes, pack.placements)
             self._count(stored_bytes=pack.pack_bytes, packs_written=1)
 
     def _encoded(

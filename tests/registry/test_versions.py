@@ -1,0 +1,210 @@
+from __future__ import annotations
+
+import threading
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from weightyard.errors import (
+    AliasMoved,
+    BlockMissing,
+    ForeignStore,
+    KeyReused,
+    NoSuchThing,
+    Protected,
+    UploadExpired,
+    VersionMoved,
+)
+from weightyard.format.assembly import manifest_of
+from weightyard.format.block import MIB
+from weightyard.format.dtypes import DType
+from weightyard.format.splitting import StateTensor, split_state
+from weightyard.names import AliasName, Digest, ModelName, Ref
+from weightyard.records import Publication, Version
+from weightyard.registry import binding, migrate
+from weightyard.registry.database import Database
+from weightyard.registry.registry import Registry
+from weightyard.storage import layout
+from weightyard.storage.local import LocalStore
+from weightyard.storage.store import Store
+from weightyard.transfer.publish import publish, read_manifest
+from weightyard.transfer.source import MemorySource
+from weightyard.transfer.writer import Content, Writer
+
+BERT = ModelName("team", "bert")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
+def registry(database: Database, store: Store) -> Registry:
+    registry = Registry(database, who="alice")
+    binding.bind(database, store)
+    return registry
+
+
+def push(
+    registry: Registry,
+    store: Store,
+    *contents: bytes,
+    model: ModelName = BERT,
+    key: str | None = None,
+    **said: object,
+) -> Version:
+    publication = Publication.model_validate(said)
+    upload = registry.open_upload(model, publication)
+    tensors = [StateTensor(f"t{i}", DType.U8, (len(data),)) for i, data in enumerate(contents)]
+    split = split_state(tensors, MIB)
+    sources = [MemorySource(data) for data in contents]
+    ids = Writer(store, upload).write([Content(split, sources)])
+    return publish(store, upload, manifest_of([split], ids), publication, key or upload.id.hex)
+
+
+def test_versions_are_numbered_one_after_the_other(registry: Registry, store: Store) -> None:
+    first = push(registry, store, b"one" * 30_000, message="first", metrics={"loss": 0.5})
+    second = push(registry, store, b"two" * 30_000, parent="team/bert@v1", tags={"k": "v"})
+    assert (first.ref, second.ref) == ("team/bert@v1", "team/bert@v2")
+    assert registry.resolve(Ref.parse("team/bert")) == second
+    assert registry.resolve(Ref.parse("team/bert@v1")) == first
+    assert registry.resolve(Ref.parse(f"team/bert@{first.digest}")) == first
+    assert (second.parent, second.tags, first.metrics) == (
+        "team/bert@v1",
+        {"k": "v"},
+        {"loss": 0.5},
+    )
+    assert [version.number for version in registry.versions(BERT)] == [2, 1]
+    (model,) = registry.models()
+    assert (model.name, model.latest, model.versions) == ("team/bert", 2, 2)
+    assert read_manifest(store, Digest(second.digest)).tensors[0].shape == (90_000,)
+
+
+def test_what_is_there_is_claimed_and_not_written_again(registry: Registry, store: Store) -> None:
+    push(registry, store, b"a" * MIB, b"b" * MIB)
+    packs = list(store.list(layout.PACKS))
+    push(registry, store, b"b" * MIB, b"a" * MIB)
+    assert list(store.list(layout.PACKS)) == packs
+
+
+def test_a_lost_answer_of_a_commit_is_asked_for_again_by_its_key(
+    registry: Registry, store: Store
+) -> None:
+    publication = Publication()
+    upload = registry.open_upload(BERT, publication)
+    split = split_state([StateTensor("t", DType.U8, (5,))], MIB)
+    ids = Writer(store, upload).write([Content(split, [MemorySource(b"12345")])])
+    manifest = manifest_of([split], ids)
+    first = publish(store, upload, manifest, publication, "key-1")
+    again = upload.commit(Digest(first.digest), manifest, publication, "key-1")
+    assert again == first
+    assert [version.number for version in registry.versions(BERT)] == [1]
+
+
+def test_a_key_used_for_other_content_is_refused(registry: Registry, store: Store) -> None:
+    push(registry, store, b"one", key="key-1")
+    with pytest.raises(KeyReused):
+        push(registry, store, b"two", key="key-1")
+    assert len(registry.versions(BERT)) == 1
+
+
+def test_a_publisher_that_expects_another_version_is_told_the_current_one(
+    registry: Registry, store: Store
+) -> None:
+    push(registry, store, b"one", expect_latest=0)
+    with pytest.raises(VersionMoved) as moved:
+        push(registry, store, b"two", expect_latest=0)
+    assert moved.value.current == 1
+    push(registry, store, b"two", expect_latest=1)
+
+
+def test_a_block_the_upload_does_not_hold_cannot_be_published(
+    registry: Registry, store: Store
+) -> None:
+    publication = Publication()
+    upload = registry.open_upload(BERT, publication)
+    split = split_state([StateTensor("t", DType.U8, (5,))], MIB)
+    ids = Writer(store, upload).write([Content(split, [MemorySource(b"12345")])])
+    other = registry.open_upload(BERT, publication)
+    with pytest.raises(BlockMissing):
+        publish(store, other, manifest_of([split], ids), publication, "k")
+
+
+def test_an_upload_whose_lease_ended_cannot_commit(database: Database, store: Store) -> None:
+    binding.bind(database, store)
+    short = Registry(database, lease_s=0)
+    with pytest.raises(UploadExpired, match="push again"):
+        push(short, store, b"late")
+    assert short.models() == []
+
+
+def test_concurrent_publishers_get_consecutive_numbers(registry: Registry, store: Store) -> None:
+    wrong: list[BaseException] = []
+
+    def work(i: int) -> None:
+        try:
+            push(registry, store, b"%d" % i * 1000, b"shared" * 1000)
+        except BaseException as why:  # noqa: BLE001 - told to the test
+            wrong.append(why)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert wrong == []
+    assert [version.number for version in registry.versions(BERT)] == list(range(16, 0, -1))
+
+
+def test_an_alias_moves_with_its_history(registry: Registry, store: Store) -> None:
+    prod = AliasName("prod")
+    push(registry, store, b"one", alias="prod")
+    push(registry, store, b"two")
+    before = datetime.now(UTC)
+    registry.move_alias(BERT, prod, 2, reason="better", expect=1)
+    assert registry.resolve(Ref.parse("team/bert@prod")).number == 2
+    with pytest.raises(AliasMoved) as moved:
+        registry.move_alias(BERT, prod, 1, expect=1)
+    assert moved.value.current == 2
+    assert [(m.before, m.after, m.who, m.reason) for m in registry.alias_log(BERT, prod)] == [
+        (1, 2, "alice", "better"),
+        (None, 1, "alice", "published"),
+    ]
+    assert registry.alias_log(BERT, prod, as_of=before)[0].after == 1
+    registry.rollback_alias(BERT, prod)
+    assert registry.alias(BERT, prod) == 1
+
+
+def test_a_version_with_an_alias_or_a_child_is_protected(registry: Registry, store: Store) -> None:
+    push(registry, store, b"one", alias="prod")
+    push(registry, store, b"two", parent="team/bert@v1")
+    with pytest.raises(Protected, match="alias prod"):
+        registry.remove(Ref.parse("team/bert@v1"))
+    registry.move_alias(BERT, AliasName("prod"), None)
+    with pytest.raises(Protected, match="parent"):
+        registry.remove(Ref.parse("team/bert@v1"))
+    registry.remove(Ref.parse("team/bert@v2"))
+    registry.remove(Ref.parse("team/bert@v1"))
+    with pytest.raises(NoSuchThing):
+        registry.resolve(Ref.parse("team/bert"))
+    assert push(registry, store, b"three").number == 3, "a number is never given out twice"
+
+
+def test_records_and_journal_reach_the_store(registry: Registry, store: Store) -> None:
+    push(registry, store, b"one", alias="prod")
+    assert registry.flush_outbox(store) == 2
+    assert registry.flush_outbox(store) == 0
+    assert {file.path for file in store.list(layout.MODELS)} == {layout.record(BERT, 1)}
+    assert len(list(store.list(layout.JOURNAL))) == 1
+
+
+def test_a_store_of_another_registry_is_refused(
+    registry: Registry, store: Store, tmp_path: Path
+) -> None:
+    other = Database(f"sqlite:///{tmp_path}/other.db")
+    migrate.upgrade(other)
+    with pytest.raises(ForeignStore, match="belongs to registry"):
+        binding.bind(other, store)
+    other.close()

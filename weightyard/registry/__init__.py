@@ -1,0 +1,1 @@
+"""The registry: the SQL catalogue of models, versions, aliases, blocks and packs."""

@@ -1,0 +1,136 @@
+"""Aliases: names that move, with every move kept."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from weightyard.errors import AliasMoved, NoSuchThing
+from weightyard.names import AliasName, ModelName, Ref
+from weightyard.records import AliasMove
+from weightyard.registry import outbox, schema, versions
+from weightyard.registry.rows import clock, moment, record_event
+
+_a, _moves = schema.aliases, schema.alias_moves
+
+
+class _Anything:
+    """No expectation; None is one: that the alias does not exist."""
+
+
+ANYTHING = _Anything()
+
+
+def current(tx: Connection, model: ModelName, alias: AliasName) -> int | None:
+    """The number of the version an alias is on, or None if there is no such alias."""
+    row = versions.model_row(tx, model)
+    return tx.scalar(
+        select(schema.versions.c.number)
+        .join(_a, _a.c.version_id == schema.versions.c.id)
+        .where(_a.c.model_id == row.id, _a.c.alias == alias.text)
+    )
+
+
+def move(
+    tx: Connection,
+    model: ModelName,
+    alias: AliasName,
+    to: int | None,
+    *,
+    who: str,
+    reason: str = "",
+    expect: int | _Anything | None = ANYTHING,
+) -> AliasMove:
+    """Put an alias on a version, or remove it. Raises NoSuchThing, AliasMoved."""
+    model_id = versions.model_row(tx, model).id
+    # The model's row is the lock for all its aliases, also for one that is not there yet.
+    tx.execute(select(schema.models.c.id).where(schema.models.c.id == model_id).with_for_update())
+    before = current(tx, model, alias)
+    if not isinstance(expect, _Anything) and expect != before:
+        raise AliasMoved(str(model), alias.text, expect, before)
+    if to is None:
+        if before is None:
+            raise NoSuchThing(f"{model} has no alias {alias}")
+        tx.execute(delete(_a).where(_a.c.model_id == model_id, _a.c.alias == alias.text))
+    else:
+        version_id = versions.find(tx, Ref(model, to)).id
+        tx.execute(
+            select(schema.versions.c.id)
+            .where(schema.versions.c.id == version_id)
+            .with_for_update(read=True)
+        )
+        if before is None:
+            tx.execute(
+                insert(_a).values(model_id=model_id, alias=alias.text, version_id=version_id)
+            )
+        else:
+            tx.execute(
+                update(_a)
+                .where(_a.c.model_id == model_id, _a.c.alias == alias.text)
+                .values(version_id=version_id)
+            )
+    at_ms = clock(tx)
+    tx.execute(
+        insert(_moves).values(
+            model_id=model_id,
+            alias=alias.text,
+            before=before,
+            after=to,
+            who=who,
+            at_ms=at_ms,
+            reason=reason,
+        )
+    )
+    moved = AliasMove(
+        model=str(model),
+        alias=alias.text,
+        before=before,
+        after=to,
+        who=who,
+        at=moment(at_ms),
+        reason=reason,
+    )
+    detail = {"before": before, "after": to, "reason": reason}
+    record_event(tx, who, "alias.moved", f"{model}@{alias}", detail)
+    outbox.put_journal(tx, "alias", f"{model}@{alias}", who, detail)
+    return moved
+
+
+def log(
+    tx: Connection,
+    model: ModelName,
+    alias: AliasName,
+    *,
+    as_of: datetime | None = None,
+    limit: int = 1000,
+) -> list[AliasMove]:
+    """The moves of an alias, newest first; with `as_of` those up to then: the first one ruled."""
+    row = versions.model_row(tx, model)
+    wanted = select(_moves).where(_moves.c.model_id == row.id, _moves.c.alias == alias.text)
+    if as_of is not None:
+        wanted = wanted.where(_moves.c.at_ms <= int(as_of.timestamp() * 1000))
+    return [
+        AliasMove(
+            model=str(model),
+            alias=alias.text,
+            before=move.before,
+            after=move.after,
+            who=move.who,
+            at=moment(move.at_ms),
+            reason=move.reason,
+        )
+        for move in tx.execute(wanted.order_by(_moves.c.id.desc()).limit(limit))
+    ]
+
+
+def rollback(
+    tx: Connection, model: ModelName, alias: AliasName, *, who: str, reason: str = ""
+) -> AliasMove:
+    """Put an alias back where it was before its last move. Raises NoSuchThing."""
+    moves = log(tx, model, alias, limit=1)
+    if not moves or moves[0].before is None:
+        raise NoSuchThing(f"{model}: alias {alias} was nowhere before")
+    last = moves[0]
+    why = reason or f"rollback of the move to {last.after}"
+    return move(tx, model, alias, last.before, who=who, reason=why, expect=last.after)

@@ -1,0 +1,289 @@
+"""Commit: the one transaction that makes a version visible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+
+from blake3 import blake3
+from sqlalchemy import Connection, and_, exists, func, insert, select, update
+
+from weightyard.errors import (
+    BlockMissing,
+    KeyReused,
+    QuotaExceeded,
+    VersionMoved,
+)
+from weightyard.format.manifest import Manifest
+from weightyard.names import AliasName, BlockId, Digest, ModelName, Ref, UploadId
+from weightyard.records import Publication, Version
+from weightyard.registry import aliases, outbox, schema, uploads, versions
+from weightyard.registry.database import is_one_of, now_ms
+from weightyard.registry.rows import batches, clock, insert_missing, record_event
+from weightyard.registry.schema import FileState, UploadState
+
+
+def commit(
+    tx: Connection,
+    upload: UploadId,
+    digest: Digest,
+    manifest: Manifest,
+    publication: Publication,
+    key: str,
+) -> Version:
+    """Make an upload's version visible. This transaction is the only commit point.
+
+    Raises as `weightyard.transfer.catalogue.Upload.commit`.
+    """
+    if done := _done_before(tx, key, digest, upload):  # the answer was lost, not the work
+        return done
+    opened = uploads.fence(tx, upload, alone=True)  # an upload that expired fails here, loudly
+    blocks = _require_placements(
+        tx, opened.row_id, manifest
+    )  # must: before anything refers to them
+    manifest_row = _require_manifest(tx, opened.row_id, digest)
+    edges = _insert_lists(tx, manifest, blocks)
+    parent = versions.find(tx, Ref.parse(publication.parent)).id if publication.parent else None
+    model_row, number = _next_number(tx, opened.model, opened.author, publication)
+    version_row = _insert_version(
+        tx, model_row, number, manifest_row, parent, opened.author, manifest, publication
+    )
+    insert_missing(
+        tx,
+        schema.version_lists,
+        [{"version_id": version_row, "list_id": edge} for edge in edges],
+    )
+    tx.execute(
+        insert(schema.commits).values(key=key, upload_id=opened.row_id, version_id=version_row)
+    )
+    _raise_replication(tx, opened.row_id, publication)
+    record_event(tx, opened.author, "version.published", f"{opened.model}@v{number}")
+    version = versions.get(tx, version_row)
+    outbox.put_record(tx, version)
+    if publication.alias is not None:
+        alias = AliasName(publication.alias)
+        aliases.move(tx, opened.model, alias, number, who=opened.author, reason="published")
+        version = versions.get(tx, version_row)
+    uploads.close(tx, opened.row_id, UploadState.COMMITTED)
+    return version
+
+
+def _done_before(tx: Connection, key: str, digest: Digest, upload: UploadId) -> Version | None:
+    commits, u = schema.commits, schema.uploads
+    row = tx.execute(
+        select(commits.c.version_id, u.c.name)
+        .join(u, u.c.id == commits.c.upload_id)
+        .where(commits.c.key == key)
+    ).one_or_none()
+    if row is None:
+        return None
+    version = versions.get(tx, row.version_id)
+    if version.digest != digest.hex or row.name != upload.hex:
+        raise KeyReused(f"key {key[:40]!a} was used for {version.ref}, which has other content")
+    return version
+
+
+def _require_placements(tx: Connection, upload_row: int, manifest: Manifest) -> dict[BlockId, int]:
+    """Row ids of the manifest's blocks, each readable from packs this upload holds."""
+    wanted = [block.id for block in manifest.blocks]
+    rows = uploads.find_block_rows(tx, wanted)
+    if missing := next((block for block in wanted if block not in rows), None):
+        raise BlockMissing(f"block {missing} is not in the store: write it before the commit")
+    p, pins, base = schema.placements, schema.pins, schema.placements.alias("base")
+    base_pins = schema.pins.alias("base_pins")
+    base_is_held = exists().where(
+        base.c.block_id == p.c.base_id,
+        base.c.base_id.is_(None),
+        base.c.pack_id == base_pins.c.pack_id,
+        base_pins.c.upload_id == upload_row,
+    )
+    held: set[int] = set()
+    for batch in batches(rows.values()):
+        held |= set(
+            tx.scalars(
+                select(p.c.block_id)
+                .join(pins, and_(pins.c.pack_id == p.c.pack_id, pins.c.upload_id == upload_row))
+                .where(is_one_of(tx, p.c.block_id, batch), p.c.base_id.is_(None) | base_is_held)
+            )
+        )
+    if missing := next((block for block in wanted if rows[block] not in held), None):
+        raise BlockMissing(f"block {missing} is not held by the upload: claim or write it first")
+    return rows
+
+
+def _require_manifest(tx: Connection, upload_row: int, digest: Digest) -> int:
+    manifests, pins = schema.manifests, schema.manifest_pins
+    row = tx.execute(
+        select(manifests.c.id)
+        .join(pins, pins.c.manifest_id == manifests.c.id)
+        .where(manifests.c.name == digest.hex, pins.c.upload_id == upload_row)
+        .with_for_update(of=manifests)
+    ).one_or_none()
+    if row is None:
+        raise BlockMissing(f"manifest {digest} is not held by the upload: write it first")
+    tx.execute(
+        update(manifests)
+        .where(manifests.c.id == row.id)
+        .values(state=FileState.LIVE, state_ms=now_ms())
+    )
+    return int(row.id)
+
+
+def block_lists(manifest: Manifest) -> list[tuple[int, ...]]:
+    """The manifest's blocks as lists of their numbers: one a tensor, one for the rest of a file.
+
+    A tensor that did not change has the list it had; tensors in one bundle have one list.
+    """
+    lists: dict[tuple[int, ...], None] = {}
+    of_tensors: dict[int, set[int]] = {}
+    for tensor in manifest.tensors:
+        numbers = {extent.block for box in tensor.boxes for extent in box.extents}
+        lists[tuple(sorted(numbers))] = None
+        if tensor.file is not None:
+            of_tensors.setdefault(tensor.file, set()).update(numbers)
+    for index, file in enumerate(manifest.files):
+        rest = {extent.block for extent in file.extents} - of_tensors.get(index, set())
+        lists[tuple(sorted(rest))] = None
+    lists.pop((), None)
+    return list(lists)
+
+
+def _insert_lists(tx: Connection, manifest: Manifest, blocks: dict[BlockId, int]) -> list[int]:
+    """Row ids of the manifest's lists, inserted where they are new."""
+    by_digest: dict[bytes, Sequence[BlockId]] = {}
+    for numbers in block_lists(manifest):
+        ids = sorted(manifest.blocks[number].id for number in numbers)
+        by_digest[blake3(b"".join(block.raw for block in ids)).digest()] = ids
+    known = _lock_lists(tx, list(by_digest))
+    new = sorted(digest for digest in by_digest if digest not in known)
+    insert_missing(tx, schema.lists, [{"digest": digest} for digest in new])
+    added = _lock_lists(tx, new)
+    insert_missing(
+        tx,
+        schema.list_blocks,
+        [
+            {"list_id": list_row, "block_id": blocks[block]}
+            for digest, list_row in added.items()
+            for block in by_digest[digest]
+        ],
+    )
+    return sorted((known | added).values())
+
+
+def _lock_lists(tx: Connection, digests: Sequence[bytes]) -> dict[bytes, int]:
+    """Lists that are there, kept from being collected until this transaction ends."""
+    lists = schema.lists
+    return {
+        digest: row_id
+        for batch in batches(digests)
+        for row_id, digest in tx.execute(
+            select(lists.c.id, lists.c.digest)
+            .where(is_one_of(tx, lists.c.digest, batch))
+            .order_by(lists.c.id)
+            .with_for_update(read=True)
+        )
+    }
+
+
+def _next_number(
+    tx: Connection, model: ModelName, author: str, publication: Publication
+) -> tuple[int, int]:
+    """Take the model's next number; the lock on its row decides races."""
+    versions.ensure_model(tx, model, author)
+    models = schema.models
+    row = tx.execute(
+        select(models.c.id, models.c.last_number)
+        .where(models.c.project == model.project, models.c.name == model.name)
+        .with_for_update()
+    ).one()
+    expected = publication.expect_latest
+    if expected is not None and expected != row.last_number:
+        raise VersionMoved(str(model), expected, row.last_number)
+    _require_quota(tx, model.project)
+    tx.execute(update(models).where(models.c.id == row.id).values(last_number=row.last_number + 1))
+    return row.id, row.last_number + 1
+
+
+def _require_quota(tx: Connection, project: str) -> None:
+    quota = tx.execute(
+        select(schema.quotas).where(schema.quotas.c.project == project)
+    ).one_or_none()
+    if quota is None:
+        return
+    count = tx.scalar(
+        select(func.count())
+        .select_from(schema.versions.join(schema.models))
+        .where(schema.models.c.project == project, schema.versions.c.removed_ms.is_(None))
+    )
+    if quota.versions is not None and (count or 0) >= quota.versions:
+        raise QuotaExceeded(f"project {project} has {count} versions, its quota: remove some")
+    if quota.stored_bytes is not None:
+        stored = versions.stored_bytes_of_project(tx, project)
+        if stored >= quota.stored_bytes:
+            raise QuotaExceeded(
+                f"project {project} stores {stored} bytes, its quota is {quota.stored_bytes}: "
+                "remove versions and run gc"
+            )
+
+
+def _insert_version(
+    tx: Connection,
+    model_row: int,
+    number: int,
+    manifest_row: int,
+    parent_row: int | None,
+    author: str,
+    manifest: Manifest,
+    publication: Publication,
+) -> int:
+    tensors = [tensor for tensor in manifest.tensors if tensor.tied is None]
+    dtypes: dict[str, int] = {}
+    for tensor in tensors:
+        dtypes[tensor.dtype] = dtypes.get(tensor.dtype, 0) + 1
+    structure = {
+        "config": publication.config,
+        "parameters": sum(prod(tensor.shape) for tensor in tensors),
+        "dtypes": dtypes,
+    }
+    in_files = sum(file.bytes for file in manifest.files)
+    of_state = sum(
+        extent.length
+        for tensor in tensors
+        if tensor.file is None
+        for box in tensor.boxes
+        for extent in box.extents
+    )
+    row = tx.execute(
+        insert(schema.versions)
+        .values(
+            model_id=model_row,
+            number=number,
+            manifest_id=manifest_row,
+            parent_id=parent_row,
+            author=author,
+            message=publication.message,
+            metrics=publication.metrics,
+            tags=publication.tags,
+            metadata=publication.metadata,
+            structure=structure,
+            files=len(manifest.files),
+            tensors=len(manifest.tensors),
+            logical_bytes=in_files + of_state,
+            replication=publication.replication,
+            policy=publication.policy,
+            created_ms=clock(tx),
+        )
+        .returning(schema.versions.c.id)
+    ).one()
+    return int(row.id)
+
+
+def _raise_replication(tx: Connection, upload_row: int, publication: Publication) -> None:
+    """A pack is kept as the most demanding version using it asks; the store follows later."""
+    packs, pins = schema.packs, schema.pins
+    mine = packs.c.id.in_(select(pins.c.pack_id).where(pins.c.upload_id == upload_row))
+    if publication.replication is not None:
+        lower = packs.c.replication.is_(None) | (packs.c.replication < publication.replication)
+        tx.execute(update(packs).where(mine, lower).values(replication=publication.replication))
+    if publication.policy is not None:
+        tx.execute(update(packs).where(mine).values(policy=publication.policy))

@@ -1,0 +1,155 @@
+"""The database: transactions that lock what they must, and errors the tree knows."""
+
+from __future__ import annotations
+
+import random
+import sqlite3
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    Engine,
+    any_,
+    bindparam,
+    create_engine,
+    event,
+    exc,
+    make_url,
+)
+from sqlalchemy.dialects.postgresql import ARRAY
+from sqlalchemy.ext.compiler import compiles
+from sqlalchemy.sql.functions import FunctionElement
+
+from weightyard.errors import BadSetting, RegistryUnavailable
+from weightyard.logs import Log
+
+_log = Log(__name__)
+
+_T = TypeVar("_T")
+
+_ATTEMPTS = 8
+_TRY_AGAIN = {"40001", "40P01", "55P03"}
+"""PostgreSQL: serialisation failure, deadlock, lock not available. Nothing happened."""
+
+
+class now_ms(FunctionElement[int]):  # noqa: N801 - reads as the SQL function it is
+    """The database's clock: what leases and grace times are measured by, on whatever host."""
+
+    type = BigInteger()
+    inherit_cache = True
+
+
+@compiles(now_ms, "sqlite")
+def _now_sqlite(element: now_ms, compiler: Any, **options: Any) -> str:
+    return "CAST((julianday('now') - 2440587.5) * 86400000 AS INTEGER)"
+
+
+@compiles(now_ms, "postgresql")
+def _now_postgresql(element: now_ms, compiler: Any, **options: Any) -> str:
+    return "CAST(extract(epoch from clock_timestamp()) * 1000 AS BIGINT)"
+
+
+class Database:
+    """SQLite or PostgreSQL. Thread-safe; SQLAlchemy pools the connections."""
+
+    def __init__(self, url: str) -> None:
+        self.url = make_url(url)
+        if self.url.drivername == "postgresql":
+            self.url = self.url.set(drivername="postgresql+psycopg")
+        self.is_sqlite = self.url.get_backend_name() == "sqlite"
+        if not self.is_sqlite and self.url.get_backend_name() != "postgresql":
+            raise BadSetting(f"database {self.url.drivername}: use sqlite:/// or postgresql://")
+        self.engine = self._make_engine()
+
+    def write(self, work: Callable[[Connection], _T]) -> _T:
+        """Run work in one transaction that may change things, and commit it.
+
+        On SQLite nothing else writes meanwhile. Where the database says that nothing happened
+        (a deadlock, a busy file), the work is run again: it must have no effect but on the
+        database. Raises RegistryUnavailable; after that, whether it happened is unknown.
+        """
+        for attempt in range(1, _ATTEMPTS + 1):
+            try:
+                with self._connected(write=True) as connection, connection.begin():
+                    return work(connection)
+            except exc.DBAPIError as why:
+                if not _happened_not(why) or attempt == _ATTEMPTS:
+                    raise RegistryUnavailable(f"database: {_said(why)}") from why
+                _log.info("registry.tried_again", attempt=attempt, reason=_said(why))
+                time.sleep(random.uniform(0, 0.02 * 2**attempt))
+        raise AssertionError("unreachable")
+
+    def read(self, work: Callable[[Connection], _T]) -> _T:
+        """Run work that changes nothing, on one consistent view. Raises RegistryUnavailable."""
+        try:
+            with self._connected(write=False) as connection, connection.begin():
+                return work(connection)
+        except exc.DBAPIError as why:
+            raise RegistryUnavailable(f"database: {_said(why)}") from why
+
+    def close(self) -> None:
+        self.engine.dispose()
+
+    @contextmanager
+    def _connected(self, *, write: bool) -> Iterator[Connection]:
+        with self.engine.connect() as connection:
+            if not write and not self.is_sqlite:
+                connection = connection.execution_options(
+                    isolation_level="REPEATABLE READ", postgresql_readonly=True
+                )
+            yield connection.execution_options(weightyard_write=write)
+
+    def _make_engine(self) -> Engine:
+        if not self.is_sqlite:
+            return create_engine(self.url, pool_pre_ping=True, pool_size=8, max_overflow=24)
+        engine = create_engine(self.url, connect_args={"timeout": 30, "check_same_thread": False})
+        event.listen(engine, "connect", _prepare_sqlite)
+        event.listen(engine, "begin", _begin_sqlite)
+        return engine
+
+
+def _prepare_sqlite(connection: sqlite3.Connection, record: object) -> None:
+    connection.isolation_level = None  # transactions are begun by _begin_sqlite, not by the driver
+    cursor = connection.cursor()
+    for pragma in (
+        "journal_mode=WAL",
+        "synchronous=FULL",  # in WAL mode NORMAL may lose acknowledged commits in a power cut
+        "foreign_keys=ON",
+        "busy_timeout=30000",
+        "temp_store=MEMORY",
+    ):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _begin_sqlite(connection: Connection) -> None:
+    # A deferred transaction that turns into a writer fails if another one wrote meanwhile.
+    write = connection.get_execution_options().get("weightyard_write", True)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if write else "BEGIN")
+
+
+def is_one_of(
+    connection: Connection, column: ColumnElement[Any], values: Sequence[Any]
+) -> ColumnElement[bool]:
+    """`column IN values` for thousands of values: one array on PostgreSQL, not a bind for each."""
+    if connection.dialect.name == "sqlite":
+        return column.in_(values)
+    return column == any_(bindparam(None, list(values), ARRAY(column.type), unique=True))
+
+
+def _happened_not(why: exc.DBAPIError) -> bool:
+    """Whether the database says that the transaction did nothing."""
+    original = why.orig
+    if isinstance(original, sqlite3.OperationalError):
+        return "locked" in str(original) or "busy" in str(original)
+    return getattr(original, "sqlstate", None) in _TRY_AGAIN
+
+
+def _said(why: exc.DBAPIError) -> str:
+    """The database's own words, without the statement and its values."""
+    return str(why.orig).strip().partition("\n")[0][:300]

@@ -1,0 +1,85 @@
+"""The outbox: records and journal entries that belong into the store, written after the commit.
+
+They are put here by the transaction they tell of, so that none is forgotten and none tells of what
+did not happen. Any process may write them out; each has a name of its own and is written once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import msgspec
+from sqlalchemy import Connection, delete, func, insert, select
+
+from weightyard.names import ModelName, UploadId
+from weightyard.records import Version
+from weightyard.registry import schema
+from weightyard.registry.database import Database
+from weightyard.registry.rows import clock
+from weightyard.storage import layout
+from weightyard.storage.store import Store, StorePath
+from weightyard.transfer.once import write_once
+
+RECORD_FORMAT = 1
+
+
+def put_record(tx: Connection, version: Version) -> None:
+    """The commit record: from it and the manifest `rebuild` makes the version again."""
+    path = layout.record(ModelName.parse(version.model), version.number)
+    content = version.model_dump(mode="json", exclude={"aliases", "last_used", "damaged"})
+    _put(tx, path, {"format": RECORD_FORMAT, "version": content})
+
+
+def put_journal(
+    tx: Connection, what: str, subject: str, who: str, detail: Mapping[str, Any]
+) -> None:
+    """An entry of the journal: what changed that no record tells."""
+    at_ms = clock(tx)
+    sequence = tx.execute(
+        insert(schema.journal).values(at_ms=at_ms).returning(schema.journal.c.id)
+    ).scalar_one()
+    entry = {
+        "format": RECORD_FORMAT,
+        "sequence": sequence,
+        "at_ms": at_ms,
+        "what": what,
+        "subject": subject,
+        "who": who,
+        "detail": dict(detail),
+    }
+    _put(tx, layout.journal(sequence), entry)
+
+
+def _put(tx: Connection, path: StorePath, content: Mapping[str, Any]) -> None:
+    tx.execute(
+        insert(schema.outbox).values(
+            path=path.text, content=msgspec.json.encode(content), created_ms=clock(tx)
+        )
+    )
+
+
+def waiting(database: Database) -> int:
+    """How many entries are not in the store yet."""
+    count = database.read(lambda tx: tx.scalar(select(func.count()).select_from(schema.outbox)))
+    return int(count or 0)
+
+
+def flush(database: Database, store: Store, limit: int = 1000) -> int:
+    """Write what is waiting into the store; returns how many entries.
+
+    An entry is removed here once it is there; two processes doing this at once write the same
+    file, and the second finds it there.
+    """
+    rows = database.read(
+        lambda tx: tx.execute(select(schema.outbox).order_by(schema.outbox.c.id).limit(limit)).all()
+    )
+    upload = UploadId.new()
+    for row in rows:
+        write_once(store, upload, StorePath(row.path), row.content)
+        done = delete(schema.outbox).where(schema.outbox.c.id == row.id)
+        database.write(partial(Connection.execute, statement=done))
+    if rows:
+        store.delete(layout.staging_folder(upload))
+    return len(rows)

@@ -1,0 +1,62 @@
+"""Small pieces of SQL that several parts need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import islice
+from typing import Any, TypeVar
+
+from sqlalchemy import Connection, Table, func, insert, select
+from sqlalchemy.dialects import postgresql, sqlite
+
+from weightyard.registry import schema
+from weightyard.registry.database import now_ms
+
+_T = TypeVar("_T")
+
+_EVENTS_LOCK = 0x77792D6576656E74
+
+BATCH = 5000
+"""Rows or values in one statement; SQLite takes 32,766 values at most."""
+
+
+def batches(items: Iterable[_T], size: int = BATCH) -> Iterator[list[_T]]:
+    rest = iter(items)
+    while batch := list(islice(rest, size)):
+        yield batch
+
+
+def clock(tx: Connection) -> int:
+    """Milliseconds since the epoch by the database's clock."""
+    return int(tx.scalar(select(now_ms())) or 0)
+
+
+def moment(millis: int | None) -> datetime | None:
+    return None if millis is None else datetime.fromtimestamp(millis / 1000, UTC)
+
+
+def insert_missing(tx: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows, leaving alone those whose key is there already."""
+    dialect = postgresql if tx.dialect.name == "postgresql" else sqlite
+    statement = dialect.insert(table).on_conflict_do_nothing()
+    for batch in batches(rows):
+        tx.execute(statement, batch)
+
+
+def record_event(
+    tx: Connection, who: str, kind: str, subject: str, detail: Mapping[str, Any] | None = None
+) -> None:
+    """Tell listeners what happened, and the audit log who did it."""
+    if tx.dialect.name == "postgresql":
+        # Ids are given out before the commit: without the lock an event could become visible after
+        # one with a higher id, and a listener that resumes by id would never see it.
+        tx.execute(select(func.pg_advisory_xact_lock(_EVENTS_LOCK)))
+    at_ms = clock(tx)
+    detail = dict(detail or {})
+    tx.execute(insert(schema.events).values(at_ms=at_ms, kind=kind, subject=subject, detail=detail))
+    tx.execute(
+        insert(schema.audit).values(
+            at_ms=at_ms, who=who, action=kind, subject=subject, detail=detail
+        )
+    )

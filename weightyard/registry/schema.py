@@ -1,0 +1,303 @@
+"""The tables. Changed only together with a migration in `weightyard/migrations`."""
+
+from __future__ import annotations
+
+import enum
+
+from sqlalchemy import (
+    JSON,
+    BigInteger,
+    Column,
+    ForeignKey,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    String,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+
+metadata = MetaData(
+    naming_convention={
+        "ix": "ix_%(table_name)s_%(column_0_N_name)s",
+        "uq": "uq_%(table_name)s_%(column_0_N_name)s",
+        "fk": "fk_%(table_name)s_%(column_0_N_name)s",
+        "pk": "pk_%(table_name)s",
+    }
+)
+
+# SQLite gives out row ids by itself for INTEGER PRIMARY KEY only.
+Id = BigInteger().with_variant(Integer, "sqlite")
+Millis = BigInteger
+"""Milliseconds since the epoch by the database's clock."""
+
+
+class FileState(enum.StrEnum):
+    """The life of a pack or manifest. Only forwards, but a claim revives what is condemned."""
+
+    WRITING = "writing"
+    """Has a row, perhaps a staged file; nobody may claim it."""
+    LIVE = "live"
+    CONDEMNED = "condemned"
+    """Nobody needed it when gc looked. Still whole; a claim makes it live again."""
+    DELETING = "deleting"
+    """Its placements are gone; its file is being removed."""
+    GONE = "gone"
+    """Kept for a while, so that a writer which comes back from the dead is noticed."""
+    DAMAGED = "damaged"
+    """`check` found its file missing, short or wrong."""
+
+
+class UploadState(enum.StrEnum):
+    OPEN = "open"
+    COMMITTED = "committed"
+    EXPIRED = "expired"
+
+
+registry = Table(
+    "registry",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("registry_id", String(32), nullable=False),
+    Column("yard_id", String(32)),
+    Column("block_bytes", BigInteger, nullable=False),
+)
+
+models = Table(
+    "models",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("project", String(96), nullable=False),
+    Column("name", String(96), nullable=False),
+    Column("kind", String(8), nullable=False),
+    Column("created_ms", Millis, nullable=False),
+    Column("created_by", Text, nullable=False),
+    Column("last_number", Integer, nullable=False),
+    Column("retention", JSON),
+    UniqueConstraint("project", "name"),
+)
+
+versions = Table(
+    "versions",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("model_id", ForeignKey("models.id"), nullable=False),
+    Column("number", Integer, nullable=False),
+    Column("manifest_id", ForeignKey("manifests.id"), nullable=False, index=True),
+    Column("parent_id", ForeignKey("versions.id"), index=True),
+    Column("author", Text, nullable=False),
+    Column("message", Text, nullable=False),
+    Column("metrics", JSON, nullable=False),
+    Column("tags", JSON, nullable=False),
+    Column("metadata", JSON, nullable=False),
+    Column("structure", JSON, nullable=False),
+    Column("files", Integer, nullable=False),
+    Column("tensors", Integer, nullable=False),
+    Column("logical_bytes", BigInteger, nullable=False),
+    Column("replication", Integer),
+    Column("policy", String(64)),
+    Column("created_ms", Millis, nullable=False),
+    Column("used_ms", Millis),
+    Column("removed_ms", Millis),
+    UniqueConstraint("model_id", "number"),
+)
+
+manifests = Table(
+    "manifests",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("name", String(64), nullable=False, unique=True),
+    Column("state", String(10), nullable=False, index=True),
+    Column("state_ms", Millis, nullable=False),
+    Column("upload_id", ForeignKey("uploads.id")),
+    Column("bytes", BigInteger, nullable=False),
+    Column("replication", Integer),
+    Column("policy", String(64)),
+)
+
+packs = Table(
+    "packs",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("name", String(32), nullable=False, unique=True),
+    Column("state", String(10), nullable=False, index=True),
+    Column("state_ms", Millis, nullable=False),
+    Column("upload_id", ForeignKey("uploads.id"), index=True),
+    Column("bytes", BigInteger, nullable=False),
+    Column("replication", Integer),
+    Column("policy", String(64)),
+)
+
+blocks = Table(
+    "blocks",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("hash", LargeBinary(32), nullable=False, unique=True),
+    Column("raw_bytes", Integer, nullable=False),
+)
+
+placements = Table(
+    "placements",
+    metadata,
+    Column("pack_id", ForeignKey("packs.id"), primary_key=True),
+    Column("offset", BigInteger, primary_key=True),
+    Column("block_id", ForeignKey("blocks.id"), nullable=False, index=True),
+    Column("base_id", ForeignKey("blocks.id"), index=True),
+    Column("stored_bytes", BigInteger, nullable=False),
+    Column("encoding", LargeBinary, nullable=False),
+)
+
+# version → list → block: a tensor or file that did not change adds one edge, not its blocks.
+lists = Table(
+    "lists",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("digest", LargeBinary(32), nullable=False, unique=True),
+)
+
+list_blocks = Table(
+    "list_blocks",
+    metadata,
+    Column("list_id", ForeignKey("lists.id"), primary_key=True),
+    Column("block_id", ForeignKey("blocks.id"), primary_key=True),
+    Index("ix_list_blocks_block_id", "block_id"),
+)
+
+version_lists = Table(
+    "version_lists",
+    metadata,
+    Column("version_id", ForeignKey("versions.id"), primary_key=True),
+    Column("list_id", ForeignKey("lists.id"), primary_key=True),
+    Index("ix_version_lists_list_id", "list_id"),
+)
+
+uploads = Table(
+    "uploads",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("name", String(32), nullable=False, unique=True),
+    Column("project", String(96), nullable=False),
+    Column("model", String(96), nullable=False),
+    Column("author", Text, nullable=False),
+    Column("state", String(10), nullable=False),
+    Column("created_ms", Millis, nullable=False),
+    Column("lease_ms", Millis, nullable=False),
+    Index("ix_uploads_state_lease_ms", "state", "lease_ms"),
+)
+
+commits = Table(
+    "commits",
+    metadata,
+    Column("key", String(128), primary_key=True),
+    Column("upload_id", ForeignKey("uploads.id"), nullable=False),
+    Column("version_id", ForeignKey("versions.id"), nullable=False),
+)
+
+pins = Table(
+    "pins",
+    metadata,
+    Column("upload_id", ForeignKey("uploads.id"), primary_key=True),
+    Column("pack_id", ForeignKey("packs.id"), primary_key=True),
+    Index("ix_pins_pack_id", "pack_id"),
+)
+
+manifest_pins = Table(
+    "manifest_pins",
+    metadata,
+    Column("upload_id", ForeignKey("uploads.id"), primary_key=True),
+    Column("manifest_id", ForeignKey("manifests.id"), primary_key=True),
+    Index("ix_manifest_pins_manifest_id", "manifest_id"),
+)
+
+read_leases = Table(
+    "read_leases",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("version_id", ForeignKey("versions.id"), nullable=False, index=True),
+    Column("holder", Text, nullable=False),
+    Column("until_ms", Millis, nullable=False),
+)
+
+aliases = Table(
+    "aliases",
+    metadata,
+    Column("model_id", ForeignKey("models.id"), primary_key=True),
+    Column("alias", String(64), primary_key=True),
+    Column("version_id", ForeignKey("versions.id"), nullable=False, index=True),
+)
+
+alias_moves = Table(
+    "alias_moves",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("model_id", ForeignKey("models.id"), nullable=False),
+    Column("alias", String(64), nullable=False),
+    Column("before", Integer),
+    Column("after", Integer),
+    Column("who", Text, nullable=False),
+    Column("at_ms", Millis, nullable=False),
+    Column("reason", Text, nullable=False),
+    Index("ix_alias_moves_model_id_alias", "model_id", "alias", "id"),
+)
+
+audit = Table(
+    "audit",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("at_ms", Millis, nullable=False),
+    Column("who", Text, nullable=False),
+    Column("action", String(64), nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("detail", JSON, nullable=False),
+)
+
+events = Table(
+    "events",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("at_ms", Millis, nullable=False),
+    Column("kind", String(64), nullable=False),
+    Column("subject", Text, nullable=False),
+    Column("detail", JSON, nullable=False),
+)
+
+# Only its ids matter: a sequence that PostgreSQL and SQLite both have.
+journal = Table(
+    "journal",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("at_ms", Millis, nullable=False),
+    sqlite_autoincrement=True,
+)
+
+outbox = Table(
+    "outbox",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("path", Text, nullable=False),
+    Column("content", LargeBinary, nullable=False),
+    Column("created_ms", Millis, nullable=False),
+)
+
+tokens = Table(
+    "tokens",
+    metadata,
+    Column("id", Id, primary_key=True),
+    Column("name", String(96), nullable=False, unique=True),
+    Column("secret_hash", LargeBinary(32), nullable=False, unique=True),
+    Column("role", String(8), nullable=False),
+    Column("projects", JSON, nullable=False),
+    Column("created_ms", Millis, nullable=False),
+    Column("used_ms", Millis),
+    Column("revoked_ms", Millis),
+)
+
+quotas = Table(
+    "quotas",
+    metadata,
+    Column("project", String(96), primary_key=True),
+    Column("stored_bytes", BigInteger),
+    Column("versions", Integer),
+)

@@ -1,0 +1,328 @@
+"""Uploads: leases under which writers claim what is there and add what is new.
+
+Each function runs inside one transaction of its caller. Locks are taken in one order everywhere:
+the upload's row, then pack rows by id.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from weightyard.errors import UploadExpired
+from weightyard.format.pack import Placement, entry_bytes, read_entry
+from weightyard.names import BlockId, Digest, ModelName, PackId, UploadId
+from weightyard.registry import schema
+from weightyard.registry.database import is_one_of, now_ms
+from weightyard.registry.rows import batches, clock, insert_missing
+from weightyard.registry.schema import FileState, UploadState
+
+_READABLE = (FileState.LIVE, FileState.CONDEMNED)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenUpload:
+    """An upload whose lease holds, as seen under its lock."""
+
+    row_id: int
+    upload: UploadId
+    model: ModelName
+    author: str
+
+
+def open_upload(
+    tx: Connection, upload: UploadId, model: ModelName, author: str, lease_s: float
+) -> None:
+    at_ms = clock(tx)
+    tx.execute(
+        insert(schema.uploads).values(
+            name=upload.hex,
+            project=model.project,
+            model=model.name,
+            author=author,
+            state=UploadState.OPEN,
+            created_ms=at_ms,
+            lease_ms=at_ms + int(lease_s * 1000),
+        )
+    )
+
+
+def fence(tx: Connection, upload: UploadId, *, alone: bool = False) -> OpenUpload:
+    """The upload, locked against expiry until the transaction ends; `alone`: against all others.
+
+    Raises UploadExpired: a writer that lost its lease learns it here, before anything counts.
+    """
+    uploads = schema.uploads
+    row = tx.execute(
+        select(uploads, now_ms().label("now_ms"))
+        .where(uploads.c.name == upload.hex)
+        .with_for_update(read=not alone, of=uploads)
+    ).one_or_none()
+    if row is None or row.state != UploadState.OPEN:
+        state = "unknown" if row is None else row.state
+        raise UploadExpired(f"upload {upload} is {state}: push again")
+    if row.lease_ms <= row.now_ms:
+        raise UploadExpired(f"upload {upload} was silent for too long: push again")
+    return OpenUpload(row.id, upload, ModelName(row.project, row.model), row.author)
+
+
+def heartbeat(tx: Connection, upload: UploadId, lease_s: float) -> None:
+    opened = fence(tx, upload, alone=True)
+    tx.execute(
+        update(schema.uploads)
+        .where(schema.uploads.c.id == opened.row_id)
+        .values(lease_ms=now_ms() + int(lease_s * 1000))
+    )
+
+
+def abandon(tx: Connection, upload: UploadId) -> None:
+    """Expire an upload now. One that is not open is left as it is."""
+    uploads = schema.uploads
+    row = tx.execute(
+        select(uploads.c.id, uploads.c.state).where(uploads.c.name == upload.hex).with_for_update()
+    ).one_or_none()
+    if row is not None and row.state == UploadState.OPEN:
+        close(tx, row.id, UploadState.EXPIRED)
+
+
+def close(tx: Connection, row_id: int, state: UploadState) -> None:
+    """End an upload; what it pinned is free."""
+    tx.execute(update(schema.uploads).where(schema.uploads.c.id == row_id).values(state=state))
+    tx.execute(delete(schema.pins).where(schema.pins.c.upload_id == row_id))
+    tx.execute(delete(schema.manifest_pins).where(schema.manifest_pins.c.upload_id == row_id))
+
+
+def find_placements(tx: Connection, blocks: Sequence[BlockId]) -> dict[BlockId, list[Placement]]:
+    """Where blocks lie that can be read; bases are not followed."""
+    b, p, packs = schema.blocks, schema.placements, schema.packs
+    found: dict[BlockId, list[Placement]] = {}
+    for batch in batches(dict.fromkeys(blocks)):
+        rows = tx.execute(
+            select(packs.c.name, p.c.encoding)
+            .select_from(b.join(p, p.c.block_id == b.c.id).join(packs))
+            .where(
+                is_one_of(tx, b.c.hash, [block.raw for block in batch]),
+                packs.c.state.in_(_READABLE),
+            )
+        )
+        for pack, entry in rows:
+            placement = read_entry(entry, PackId(pack))
+            found.setdefault(placement.encoding.block, []).append(placement)
+    return found
+
+
+def revive(tx: Connection, blocks: Sequence[BlockId]) -> None:
+    """Make condemned packs that hold these blocks live again.
+
+    In a transaction of its own before `claim`: there it would turn shared locks into exclusive
+    ones, and two claims of the same pack would wait for each other.
+    """
+    b, p, packs = schema.blocks, schema.placements, schema.packs
+    for batch in batches(dict.fromkeys(blocks)):
+        bases = select(p.c.base_id).join(b, b.c.id == p.c.block_id)
+        wanted = is_one_of(tx, b.c.hash, [block.raw for block in batch])
+        holding = (
+            select(p.c.pack_id)
+            .join(b, b.c.id == p.c.block_id)
+            .where(wanted | p.c.block_id.in_(bases.where(wanted)))
+        )
+        condemned = tx.scalars(
+            select(packs.c.id)
+            .where(packs.c.state == FileState.CONDEMNED, packs.c.id.in_(holding))
+            .order_by(packs.c.id)
+            .with_for_update()
+        ).all()
+        if condemned:
+            tx.execute(
+                update(packs)
+                .where(packs.c.id.in_(condemned), packs.c.state == FileState.CONDEMNED)
+                .values(state=FileState.LIVE, state_ms=now_ms())
+            )
+
+
+def claim(
+    tx: Connection, upload: UploadId, blocks: Sequence[BlockId]
+) -> Mapping[BlockId, Sequence[Placement]]:
+    """Placements in live packs, which are pinned for the upload in this very transaction."""
+    opened = fence(tx, upload)
+    found = find_placements(tx, blocks)
+    bases = {
+        placement.encoding.base
+        for placements in found.values()
+        for placement in placements
+        if placement.encoding.base is not None
+    }
+    held_bases = find_placements(tx, list(bases))
+    names = {
+        placement.pack.hex
+        for placements in (*found.values(), *held_bases.values())
+        for placement in placements
+    }
+    live = pin_live(tx, opened.row_id, sorted(names))
+    kept_bases = {
+        base
+        for base, placements in held_bases.items()
+        if any(p.pack.hex in live and p.encoding.base is None for p in placements)
+    }
+    kept = {
+        block: [
+            placement
+            for placement in placements
+            if placement.pack.hex in live
+            and (placement.encoding.base is None or placement.encoding.base in kept_bases)
+        ]
+        for block, placements in found.items()
+    }
+    return {block: placements for block, placements in kept.items() if placements}
+
+
+def pin_live(tx: Connection, upload_row: int, names: Sequence[str]) -> set[str]:
+    """Pin those of these packs that are live once they are locked; returns their names."""
+    packs = schema.packs
+    live: dict[str, int] = {}
+    for batch in batches(names):
+        rows = tx.execute(
+            select(packs.c.id, packs.c.name, packs.c.state)
+            .where(is_one_of(tx, packs.c.name, batch))
+            .order_by(packs.c.id)
+            .with_for_update(read=True)
+        )
+        live |= {name: pack_id for pack_id, name, state in rows if state == FileState.LIVE}
+    insert_missing(
+        tx,
+        schema.pins,
+        [{"upload_id": upload_row, "pack_id": pack_id} for pack_id in sorted(live.values())],
+    )
+    return set(live)
+
+
+def begin_pack(
+    tx: Connection,
+    upload: UploadId,
+    pack: PackId,
+    replication: int | None,
+    policy: str | None,
+) -> None:
+    opened = fence(tx, upload)
+    insert_missing(
+        tx,
+        schema.packs,
+        [
+            {
+                "name": pack.hex,
+                "state": FileState.WRITING,
+                "state_ms": clock(tx),
+                "upload_id": opened.row_id,
+                "bytes": 0,
+                "replication": replication,
+                "policy": policy,
+            }
+        ],
+    )
+
+
+def add_pack(
+    tx: Connection,
+    upload: UploadId,
+    pack: PackId,
+    pack_bytes: int,
+    placements: Sequence[Placement],
+) -> None:
+    opened = fence(tx, upload)
+    packs = schema.packs
+    row = tx.execute(
+        select(packs.c.id, packs.c.state, packs.c.upload_id)
+        .where(packs.c.name == pack.hex)
+        .with_for_update()
+    ).one_or_none()
+    if row is None or row.upload_id != opened.row_id:
+        raise UploadExpired(f"pack {pack} was not begun by upload {upload}")
+    if row.state == FileState.LIVE:
+        return  # the answer was lost, not the work
+    if row.state != FileState.WRITING:
+        raise UploadExpired(f"pack {pack} is {row.state}: push again")
+    insert_placements(tx, row.id, placements)
+    tx.execute(
+        update(packs)
+        .where(packs.c.id == row.id)
+        .values(state=FileState.LIVE, state_ms=now_ms(), bytes=pack_bytes)
+    )
+    tx.execute(insert(schema.pins).values(upload_id=opened.row_id, pack_id=row.id))
+
+
+def insert_placements(tx: Connection, pack_row: int, placements: Sequence[Placement]) -> None:
+    sizes = {p.encoding.block: p.encoding.raw_bytes for p in placements}
+    sizes |= {p.encoding.base: p.encoding.raw_bytes for p in placements if p.encoding.base}
+    ids = block_rows(tx, sizes)
+    for batch in batches(placements):
+        tx.execute(
+            insert(schema.placements),
+            [
+                {
+                    "pack_id": pack_row,
+                    "offset": placement.offset,
+                    "block_id": ids[placement.encoding.block],
+                    "base_id": ids[placement.encoding.base] if placement.encoding.base else None,
+                    "stored_bytes": placement.encoding.stored_bytes,
+                    "encoding": entry_bytes(placement),
+                }
+                for placement in batch
+            ],
+        )
+
+
+def block_rows(tx: Connection, sizes: Mapping[BlockId, int]) -> dict[BlockId, int]:
+    """Row ids of blocks, inserted where they are new. In one order, so that writers do not meet."""
+    blocks = schema.blocks
+    ordered = sorted(sizes)
+    insert_missing(
+        tx, blocks, [{"hash": block.raw, "raw_bytes": sizes[block]} for block in ordered]
+    )
+    return find_block_rows(tx, ordered)
+
+
+def find_block_rows(tx: Connection, wanted: Sequence[BlockId]) -> dict[BlockId, int]:
+    blocks = schema.blocks
+    return {
+        BlockId.of(raw): row_id
+        for batch in batches(wanted)
+        for row_id, raw in tx.execute(
+            select(blocks.c.id, blocks.c.hash).where(
+                is_one_of(tx, blocks.c.hash, [block.raw for block in batch])
+            )
+        )
+    }
+
+
+def begin_manifest(tx: Connection, upload: UploadId, digest: Digest, stored_bytes: int) -> None:
+    """Hold a manifest for the upload, whether it is new or there already."""
+    opened = fence(tx, upload)
+    manifests = schema.manifests
+    insert_missing(
+        tx,
+        manifests,
+        [
+            {
+                "name": digest.hex,
+                "state": FileState.WRITING,
+                "state_ms": clock(tx),
+                "upload_id": opened.row_id,
+                "bytes": stored_bytes,
+            }
+        ],
+    )
+    row = tx.execute(
+        select(manifests.c.id, manifests.c.state)
+        .where(manifests.c.name == digest.hex)
+        .with_for_update()
+    ).one()
+    if row.state in (FileState.DELETING, FileState.GONE, FileState.CONDEMNED):
+        # Being deleted, or not any more: this upload writes it (again) before it commits.
+        tx.execute(
+            update(manifests)
+            .where(manifests.c.id == row.id)
+            .values(state=FileState.WRITING, state_ms=now_ms(), upload_id=opened.row_id)
+        )
+    insert_missing(tx, schema.manifest_pins, [{"upload_id": opened.row_id, "manifest_id": row.id}])

@@ -1,0 +1,305 @@
+"""Models and versions: finding, listing, removing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, Select, delete, func, select, update
+
+from weightyard.errors import Conflict, NoSuchThing, Protected
+from weightyard.names import Digest, ModelName, Ref
+from weightyard.records import Model, Retention, Version
+from weightyard.registry import outbox, schema
+from weightyard.registry.database import now_ms
+from weightyard.registry.rows import clock, insert_missing, moment, record_event
+from weightyard.registry.schema import FileState
+
+_v, _m = schema.versions, schema.models
+_parent, _parent_model = _v.alias("parent"), _m.alias("parent_model")
+
+
+def ensure_model(tx: Connection, model: ModelName, who: str, kind: str = "model") -> bool:
+    """Make a model unless it is there; whether it was made."""
+    there = select(_m.c.id).where(_m.c.project == model.project, _m.c.name == model.name)
+    if tx.scalar(there) is not None:
+        return False
+    insert_missing(
+        tx,
+        _m,
+        [
+            {
+                "project": model.project,
+                "name": model.name,
+                "kind": kind,
+                "created_ms": clock(tx),
+                "created_by": who,
+                "last_number": 0,
+            }
+        ],
+    )
+    return True
+
+
+def model_row(tx: Connection, model: ModelName) -> Row[Any]:
+    """The model's row. Raises NoSuchThing."""
+    row = tx.execute(
+        select(_m).where(_m.c.project == model.project, _m.c.name == model.name)
+    ).one_or_none()
+    if row is None:
+        raise NoSuchThing(f"no model {model}")
+    return row
+
+
+def list_models(
+    tx: Connection,
+    *,
+    projects: Sequence[str] | None = None,
+    kind: str | None = "model",
+    after: ModelName | None = None,
+    limit: int = 1000,
+) -> list[Model]:
+    """Models by name, of these projects, from one name on."""
+    wanted = select(_m).order_by(_m.c.project, _m.c.name).limit(limit)
+    if projects is not None:
+        wanted = wanted.where(_m.c.project.in_(projects))
+    if kind is not None:
+        wanted = wanted.where(_m.c.kind == kind)
+    if after is not None:
+        wanted = wanted.where(
+            (_m.c.project > after.project)
+            | ((_m.c.project == after.project) & (_m.c.name > after.name))
+        )
+    rows = tx.execute(wanted).all()
+    return _as_models(tx, rows)
+
+
+def get_model(tx: Connection, model: ModelName) -> Model:
+    return _as_models(tx, [model_row(tx, model)])[0]
+
+
+def _as_models(tx: Connection, rows: Sequence[Row[Any]]) -> list[Model]:
+    ids = [row.id for row in rows]
+    counts = {
+        model_id: (latest, count)
+        for model_id, latest, count in tx.execute(
+            select(_v.c.model_id, func.max(_v.c.number), func.count())
+            .where(_v.c.model_id.in_(ids), _v.c.removed_ms.is_(None))
+            .group_by(_v.c.model_id)
+        )
+    }
+    a = schema.aliases
+    aliases: dict[int, dict[str, int]] = {}
+    for model_id, alias, number in tx.execute(
+        select(a.c.model_id, a.c.alias, _v.c.number)
+        .join(_v, _v.c.id == a.c.version_id)
+        .where(a.c.model_id.in_(ids))
+        .order_by(a.c.alias)
+    ):
+        aliases.setdefault(model_id, {})[alias] = number
+    return [
+        Model(
+            name=f"{row.project}/{row.name}",
+            kind=row.kind,
+            created=moment(row.created_ms),
+            created_by=row.created_by,
+            latest=counts.get(row.id, (None, 0))[0],
+            versions=counts.get(row.id, (None, 0))[1],
+            aliases=aliases.get(row.id, {}),
+            retention=Retention.model_validate(row.retention) if row.retention else None,
+        )
+        for row in rows
+    ]
+
+
+def _selected() -> Select[Any]:
+    return (
+        select(
+            _v,
+            _m.c.project,
+            _m.c.name,
+            schema.manifests.c.name.label("digest"),
+            schema.manifests.c.state.label("manifest_state"),
+            _parent.c.number.label("parent_number"),
+            _parent_model.c.project.label("parent_project"),
+            _parent_model.c.name.label("parent_name"),
+        )
+        .join(_m, _m.c.id == _v.c.model_id)
+        .join(schema.manifests, schema.manifests.c.id == _v.c.manifest_id)
+        .outerjoin(_parent, _parent.c.id == _v.c.parent_id)
+        .outerjoin(_parent_model, _parent_model.c.id == _parent.c.model_id)
+        .where(_v.c.removed_ms.is_(None))
+    )
+
+
+def find(tx: Connection, ref: Ref) -> Row[Any]:
+    """The row of the version a ref means. Raises NoSuchThing."""
+    model = model_row(tx, ref.model)
+    wanted = _selected().where(_v.c.model_id == model.id)
+    match ref.selector:
+        case None:
+            wanted = wanted.order_by(_v.c.number.desc()).limit(1)
+        case int(number):
+            wanted = wanted.where(_v.c.number == number)
+        case Digest(hex=digest):
+            wanted = wanted.where(schema.manifests.c.name == digest)
+            wanted = wanted.order_by(_v.c.number.desc()).limit(1)
+        case alias:
+            a = schema.aliases
+            on_alias = select(a.c.version_id).where(
+                a.c.model_id == model.id, a.c.alias == str(alias)
+            )
+            wanted = wanted.where(_v.c.id.in_(on_alias))
+    row = tx.execute(wanted).one_or_none()
+    if row is None:
+        raise NoSuchThing(f"no version {ref}")
+    return row
+
+
+def resolve(tx: Connection, ref: Ref) -> Version:
+    return _as_versions(tx, [find(tx, ref)])[0]
+
+
+def get(tx: Connection, version_row: int) -> Version:
+    """A version by its row id, which the caller knows to be there."""
+    return _as_versions(tx, [tx.execute(_selected().where(_v.c.id == version_row)).one()])[0]
+
+
+def list_versions(
+    tx: Connection, model: ModelName, *, before: int | None = None, limit: int = 1000
+) -> list[Version]:
+    """Versions of a model, the newest first, those below a number."""
+    wanted = _selected().where(_v.c.model_id == model_row(tx, model).id)
+    if before is not None:
+        wanted = wanted.where(_v.c.number < before)
+    return _as_versions(tx, tx.execute(wanted.order_by(_v.c.number.desc()).limit(limit)).all())
+
+
+def _as_versions(tx: Connection, rows: Sequence[Row[Any]]) -> list[Version]:
+    a = schema.aliases
+    names: dict[int, list[str]] = {}
+    for version_id, alias in tx.execute(
+        select(a.c.version_id, a.c.alias)
+        .where(a.c.version_id.in_([row.id for row in rows]))
+        .order_by(a.c.alias)
+    ):
+        names.setdefault(version_id, []).append(alias)
+    return [
+        Version(
+            model=f"{row.project}/{row.name}",
+            number=row.number,
+            digest=row.digest,
+            created=moment(row.created_ms),
+            author=row.author,
+            message=row.message,
+            parent=(
+                f"{row.parent_project}/{row.parent_name}@v{row.parent_number}"
+                if row.parent_number is not None
+                else None
+            ),
+            metrics=row.metrics,
+            tags=row.tags,
+            metadata=row.metadata,
+            structure=row.structure,
+            aliases=tuple(names.get(row.id, ())),
+            files=row.files,
+            tensors=row.tensors,
+            logical_bytes=row.logical_bytes,
+            replication=row.replication,
+            policy=row.policy,
+            last_used=moment(row.used_ms),
+            damaged=row.manifest_state == FileState.DAMAGED,
+        )
+        for row in rows
+    ]
+
+
+def annotate(tx: Connection, ref: Ref, who: str, changes: Mapping[str, Any]) -> Version:
+    """Change what may change of a version: message, metrics, tags, metadata."""
+    row = find(tx, ref)
+    allowed = {"message", "metrics", "tags", "metadata"}
+    if wrong := set(changes) - allowed:
+        raise Conflict(f"{sorted(wrong)} of a version cannot change")
+    tx.execute(update(_v).where(_v.c.id == row.id).values(**changes))
+    subject = f"{row.project}/{row.name}@v{row.number}"
+    record_event(tx, who, "version.annotated", subject, dict(changes))
+    version = get(tx, row.id)
+    outbox.put_journal(tx, "annotated", subject, who, dict(changes))
+    return version
+
+
+def mark_used(tx: Connection, ref: Ref) -> None:
+    tx.execute(update(_v).where(_v.c.id == find(tx, ref).id).values(used_ms=now_ms()))
+
+
+def why_protected(tx: Connection, row: Row[Any]) -> str | None:
+    """What keeps a version from being removed, or None."""
+    a = schema.aliases
+    held = tx.scalars(select(a.c.alias).where(a.c.version_id == row.id).order_by(a.c.alias)).all()
+    if held:
+        return f"alias {', '.join(held)} is on it: move or remove the alias first"
+    child = tx.execute(
+        _selected().where(_v.c.parent_id == row.id).order_by(_v.c.id).limit(1)
+    ).first()
+    if child is not None:
+        return f"{child.project}/{child.name}@v{child.number} names it as its parent"
+    return None
+
+
+def remove(tx: Connection, ref: Ref, who: str, reason: str = "") -> Version:
+    """Take a version out of sight. Its bytes go when gc finds that nobody needs them.
+
+    Raises NoSuchThing, Protected.
+    """
+    row = find(tx, ref)
+    tx.execute(select(_v.c.id).where(_v.c.id == row.id).with_for_update())
+    if why := why_protected(tx, row):
+        raise Protected(f"{ref.model}@v{row.number}: {why}")
+    version = _as_versions(tx, [row])[0]
+    tx.execute(update(_v).where(_v.c.id == row.id).values(removed_ms=now_ms()))
+    record_event(tx, who, "version.removed", version.ref, {"reason": reason})
+    outbox.put_journal(tx, "removed", version.ref, who, {"reason": reason})
+    return version
+
+
+def remove_model(tx: Connection, model: ModelName, who: str) -> None:
+    """Remove a model that has no versions. Its numbers are not given out again.
+
+    Raises Protected while it has any.
+    """
+    row = model_row(tx, model)
+    if tx.scalar(select(func.count()).where(_v.c.model_id == row.id, _v.c.removed_ms.is_(None))):
+        raise Protected(f"{model} has versions: remove them first")
+    if tx.scalar(select(func.count()).where(_v.c.model_id == row.id)):
+        raise Protected(f"{model}: its removed versions are not collected yet: run gc, then again")
+    tx.execute(delete(schema.alias_moves).where(schema.alias_moves.c.model_id == row.id))
+    tx.execute(delete(_m).where(_m.c.id == row.id))
+    record_event(tx, who, "model.removed", str(model))
+
+
+def set_retention(tx: Connection, model: ModelName, retention: Retention | None, who: str) -> None:
+    row = model_row(tx, model)
+    rules = None if retention is None else retention.model_dump(exclude_none=True)
+    tx.execute(update(_m).where(_m.c.id == row.id).values(retention=rules))
+    record_event(tx, who, "model.retention", str(model), rules)
+    outbox.put_journal(tx, "retention", str(model), who, rules or {})
+
+
+def stored_bytes_of_project(tx: Connection, project: str) -> int:
+    """Encoded bytes of all blocks that versions of a project need, each counted once."""
+    p, lb, vl = schema.placements, schema.list_blocks, schema.version_lists
+    needed = (
+        select(lb.c.block_id)
+        .join(vl, vl.c.list_id == lb.c.list_id)
+        .join(_v, _v.c.id == vl.c.version_id)
+        .join(_m, _m.c.id == _v.c.model_id)
+        .where(_m.c.project == project, _v.c.removed_ms.is_(None))
+        .distinct()
+    )
+    shortest = (
+        select(func.min(p.c.stored_bytes).label("stored_bytes"))
+        .where(p.c.block_id.in_(needed))
+        .group_by(p.c.block_id)
+        .subquery()
+    )
+    return int(tx.scalar(select(func.coalesce(func.sum(shortest.c.stored_bytes), 0))) or 0)

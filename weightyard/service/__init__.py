@@ -1,0 +1,1 @@
+"""The service: the registry over HTTP."""

@@ -1,0 +1,31 @@
+"""Publishing: from a manifest whose blocks are written to a version everyone sees."""
+
+from __future__ import annotations
+
+from weightyard.format import manifest as manifests
+from weightyard.format.manifest import Manifest
+from weightyard.names import Digest
+from weightyard.records import Publication, Version
+from weightyard.storage import layout
+from weightyard.storage.store import FileOptions, Store
+from weightyard.transfer.catalogue import ManifestFile, Upload
+from weightyard.transfer.once import read_whole, write_once
+
+
+def publish(
+    store: Store, upload: Upload, manifest: Manifest, publication: Publication, key: str
+) -> Version:
+    """Store the manifest, then commit. Raises as `Upload.commit` and the store do."""
+    digest, stored = manifests.encode(manifest)
+    upload.begin_manifest(ManifestFile(digest, len(stored)))
+    options = FileOptions(replication=publication.replication)
+    write_once(store, upload.id, layout.manifest(digest), stored, options)
+    version = upload.commit(digest, manifest, publication, key)
+    store.delete(layout.staging_folder(upload.id))
+    return version
+
+
+def read_manifest(store: Store, digest: Digest) -> Manifest:
+    """A manifest out of the store, checked. Raises FileMissing, ManifestInvalid, UnknownFormat."""
+    path = layout.manifest(digest)
+    return manifests.decode(read_whole(store, path, manifests.MAX_STORED_BYTES), digest)

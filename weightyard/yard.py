@@ -1,0 +1,1 @@
+"""Yard: a store and its one registry."""
