@@ -62,6 +62,32 @@ class Version(Record):
         return f"{self.model}@v{self.number}"
 
 
+class Pushed(Version):
+    """A version just published, and what that took."""
+
+    new_bytes: int = Field(description="Raw bytes of the blocks the store did not have")
+    stored_bytes: int = Field(description="Bytes of the packs written")
+    packs_written: int
+
+
+class Diff(Record):
+    """How two versions differ. Tensors are named `file:tensor`; those of a state dict `tensor`."""
+
+    tensors_added: tuple[str, ...] = ()
+    tensors_removed: tuple[str, ...] = ()
+    tensors_changed: tuple[str, ...] = ()
+    tensors_same: int = 0
+    files_added: tuple[str, ...] = ()
+    files_removed: tuple[str, ...] = ()
+    files_changed: tuple[str, ...] = ()
+    files_same: int = 0
+    before_bytes: int = 0
+    """Raw bytes of the older one's blocks, each counted once."""
+    after_bytes: int = 0
+    shared_bytes: int = 0
+    """Raw bytes of the blocks both have."""
+
+
 class AliasMove(Record):
     """One move of an alias. `before` None: it was made; `after` None: it was removed."""
 

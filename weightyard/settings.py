@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, Field, ValidationError, field_validator
+from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from weightyard.errors import BadSetting
@@ -14,10 +14,21 @@ from weightyard.errors import BadSetting
 class Settings(BaseSettings):
     """What the environment says, read once. Arguments of a call go before it."""
 
-    model_config = SettingsConfigDict(env_prefix="WEIGHTYARD_", frozen=True, extra="ignore")
+    model_config = SettingsConfigDict(
+        env_prefix="WEIGHTYARD_", frozen=True, extra="ignore", populate_by_name=True
+    )
 
     store: str | None = None
     """Where packs live: a folder, `file://…` or `hdfs://…`. None: `home`/store."""
+
+    db: str | None = None
+    """The registry's database: `sqlite:///…` or `postgresql://…`. None: an SQLite file."""
+
+    url: str | None = None
+    """A service: `http(s)://…`. It knows store and database, so those are not set beside it."""
+
+    token: SecretStr | None = None
+    """What this client shows to the service."""
 
     home: Path = Field(default_factory=lambda: Path.home() / ".weightyard")
     """The embedded default's folder."""
@@ -40,6 +51,12 @@ class Settings(BaseSettings):
 
     hadoop_home: Path | None = Field(default=None, validation_alias="HADOOP_HOME")
     """Used for its etc/hadoop where hadoop_conf_dir is not set, and to find libhdfs."""
+
+    libhdfs_dir: Path | None = Field(default=None, validation_alias="ARROW_LIBHDFS_DIR")
+    """The folder of libhdfs.so, if it is not in hadoop_home; pyarrow looks there too."""
+
+    java_home: Path | None = Field(default=None, validation_alias="JAVA_HOME")
+    """A Java for the test cluster's daemons, if the one on the path will not do."""
 
     deadline_s: float = Field(default=30.0, gt=0, le=3600)
     """How long a call on the store may take, retries and all."""

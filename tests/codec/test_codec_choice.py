@@ -74,10 +74,20 @@ def test_noise_is_left_raw_and_grows_by_less_than_a_thousandth(codec: Codec, len
 
 def test_a_block_that_would_hardly_shrink_is_left_raw() -> None:
     values = np.random.default_rng(2).integers(0, 246, BLOCK_BYTES, np.uint8)  # about 0.993 of it
-    nearly = np.random.default_rng(2).normal(0, 60, BLOCK_BYTES).astype(np.int8)  # about 0.98
+    nearly = np.random.default_rng(2).normal(0, 50, BLOCK_BYTES).astype(np.int8)  # about 0.96
 
     assert encode(values, hint=Codec.ZSTD).encoding.codec is Codec.RAW
     assert encode(nearly, hint=Codec.ZSTD).encoding.codec is Codec.RAW
+
+
+def test_one_plane_that_shrinks_does_not_make_a_block_worth_encoding() -> None:
+    rng = np.random.default_rng(2)
+    raw = rng.integers(0, 256, BLOCK_BYTES, np.uint8)
+    raw[1::2] = rng.normal(128, 38, BLOCK_BYTES // 2).astype(np.uint8)  # 0.92, the block 0.96
+    assert encode(raw, hint=Codec.PLANES_FP16).encoding.codec is Codec.RAW
+
+    raw[1::2] = rng.normal(128, 10, BLOCK_BYTES // 2).astype(np.uint8)
+    assert encode(raw, hint=Codec.PLANES_FP16).encoding.codec is Codec.PLANES_FP16
 
 
 def test_a_compressible_half_is_seen_wherever_it_lies() -> None:
@@ -99,11 +109,12 @@ def test_a_hint_whose_width_does_not_divide_the_length_is_not_used() -> None:
 
 def test_text_and_numbers_each_get_what_suits_them() -> None:
     ids = np.random.default_rng(4).integers(0, 50_000, BLOCK_BYTES // 8).astype("<i8").tobytes()
-    words = [f'"token_{number * 7919 % 100_003}": {number},\n' for number in range(60_000)]
-    text = "".join(words).encode()
+    letters = np.random.default_rng(5).integers(97, 123, (500, 7), np.uint8)
+    words = [bytes(word) for word in letters]
+    text = b" ".join(words[pick] for pick in np.random.default_rng(6).integers(0, 500, 200_000))
 
     assert kept(encode(ids)) < 0.26
-    assert kept(encode(text)) < 0.30
+    assert kept(encode(text)) < 0.33
 
 
 def changed(raw: bytes, codec: Codec, how: str) -> bytes:

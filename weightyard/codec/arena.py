@@ -23,7 +23,7 @@ _ALIGNMENT = 64
 class Arena(threading.local):
     """Memory handed out piece by piece and taken back all at once, of each thread its own.
 
-    Only the pages a codec touches are ever resident: about 2 MiB a thread for bf16.
+    Only the pages a codec touches are ever resident; bf16 needs a quarter of it to decode.
     """
 
     def __init__(self) -> None:

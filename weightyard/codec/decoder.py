@@ -152,7 +152,8 @@ def _decode_chunk(
     _check_chunk(encoding, chunk, stored)
     arena.clear()
     codec = encoding.codec
-    kinds = [segment.kind for segment in encoding.segments[chunk * codec.planes :][: codec.planes]]
+    first = chunk * codec.planes
+    kinds = [segment.kind for segment in encoding.segments[first : first + codec.planes]]
     try:
         if codec.planes == 1:
             _decode_stream(kinds[0], stored[0], out)

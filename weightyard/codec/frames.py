@@ -12,7 +12,7 @@ from weightyard.format.block import CHUNK_BYTES
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _CHECKSUM_BYTES = 4
 _BLOCK_HEADER_BYTES = 3
-_RLE, _RESERVED = 1, 3
+_RLE = 1
 
 MAX_WINDOW_BYTES = CHUNK_BYTES
 """A frame holds at most a chunk, so no honest one asks for a larger window."""
@@ -58,9 +58,9 @@ def compress_text(data: memoryview) -> bytes:
 def decompress_into(frame: memoryview, out: memoryview) -> None:
     """Fill `out` exactly from a frame of exactly that content. Raises BlockCorrupt, saying why.
 
-    Nothing is believed before it is checked, and nothing is allocated by what the frame says: one
-    frame, with its content size stated and equal to `out`, without a dictionary, its blocks ending
-    where the frame ends. zstd then decodes in one pass straight into `out`.
+    Nothing is allocated by what the frame says. It must be one frame whose stated content is as
+    long as `out` and whose blocks end where it ends; zstd then decodes it in one pass straight into
+    `out`, and refuses dictionaries, reserved blocks and content of another length itself.
     """
     try:
         _check_frame(frame, len(out))
@@ -78,8 +78,6 @@ def _check_frame(frame: memoryview, content_bytes: int) -> None:
     stated = zstandard.get_frame_parameters(frame)
     if stated.content_size != content_bytes:
         raise BlockCorrupt(f"zstd frame of {stated.content_size} bytes, not {content_bytes}")
-    if stated.dict_id:
-        raise BlockCorrupt(f"zstd frame wants dictionary {stated.dict_id}")
     if stated.window_size > MAX_WINDOW_BYTES:
         raise BlockCorrupt(f"zstd frame wants a window of {stated.window_size} bytes")
     end = zstandard.frame_header_size(frame)
@@ -89,8 +87,6 @@ def _check_frame(frame: memoryview, content_bytes: int) -> None:
         if end + _BLOCK_HEADER_BYTES > len(frame):
             raise BlockCorrupt("zstd frame is cut off")
         is_last, kind = bool(header & 1), header >> 1 & 3
-        if kind == _RESERVED:
-            raise BlockCorrupt("zstd frame has a block of reserved type")
         end += _BLOCK_HEADER_BYTES + (1 if kind == _RLE else header >> 3)
     end += _CHECKSUM_BYTES if stated.has_checksum else 0
     if end != len(frame):

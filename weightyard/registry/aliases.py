@@ -11,15 +11,9 @@ from weightyard.names import AliasName, ModelName, Ref
 from weightyard.records import AliasMove
 from weightyard.registry import outbox, schema, versions
 from weightyard.registry.rows import clock, moment, record_event
+from weightyard.transfer.catalogue import ANYTHING, Anything
 
 _a, _moves = schema.aliases, schema.alias_moves
-
-
-class _Anything:
-    """No expectation; None is one: that the alias does not exist."""
-
-
-ANYTHING = _Anything()
 
 
 def current(tx: Connection, model: ModelName, alias: AliasName) -> int | None:
@@ -40,14 +34,14 @@ def move(
     *,
     who: str,
     reason: str = "",
-    expect: int | _Anything | None = ANYTHING,
+    expect: int | Anything | None = ANYTHING,
 ) -> AliasMove:
     """Put an alias on a version, or remove it. Raises NoSuchThing, AliasMoved."""
     model_id = versions.model_row(tx, model).id
     # The model's row is the lock for all its aliases, also for one that is not there yet.
     tx.execute(select(schema.models.c.id).where(schema.models.c.id == model_id).with_for_update())
     before = current(tx, model, alias)
-    if not isinstance(expect, _Anything) and expect != before:
+    if not isinstance(expect, Anything) and expect != before:
         raise AliasMoved(str(model), alias.text, expect, before)
     if to is None:
         if before is None:
@@ -93,7 +87,7 @@ def move(
     )
     detail = {"before": before, "after": to, "reason": reason}
     record_event(tx, who, "alias.moved", f"{model}@{alias}", detail)
-    outbox.put_journal(tx, "alias", f"{model}@{alias}", who, detail)
+    outbox.put_journal(tx, "alias", f"{model}@{alias}", who, detail, at_ms)
     return moved
 
 

@@ -200,7 +200,7 @@ def _next_number(
     if expected is not None and expected != row.last_number:
         raise VersionMoved(str(model), expected, row.last_number)
     _require_quota(tx, model.project)
-    tx.execute(update(models).where(models.c.id == row.id).values(last_number=row.last_number + 1))
+    tx.execute(update(models).where(models.c.id == row.id).values(last_number=row.last_number + 1, removed_ms=None))
     return row.id, row.last_number + 1
 
 

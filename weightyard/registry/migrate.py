@@ -29,7 +29,10 @@ def upgrade(database: Database) -> None:
         if tx.scalar(select(schema.registry.c.id)) is None:
             tx.execute(
                 insert(schema.registry).values(
-                    id=1, registry_id=secrets.token_hex(16), block_bytes=DEFAULT_BLOCK_BYTES
+                    id=1,
+                    registry_id=secrets.token_hex(16),
+                    block_bytes=DEFAULT_BLOCK_BYTES,
+                    generation=0,
                 )
             )
 

@@ -33,10 +33,15 @@ def put_record(tx: Connection, version: Version) -> None:
 
 
 def put_journal(
-    tx: Connection, what: str, subject: str, who: str, detail: Mapping[str, Any]
+    tx: Connection,
+    what: str,
+    subject: str,
+    who: str,
+    detail: Mapping[str, Any],
+    at_ms: int | None = None,
 ) -> None:
     """An entry of the journal: what changed that no record tells."""
-    at_ms = clock(tx)
+    at_ms = clock(tx) if at_ms is None else at_ms
     sequence = tx.execute(
         insert(schema.journal).values(at_ms=at_ms).returning(schema.journal.c.id)
     ).scalar_one()

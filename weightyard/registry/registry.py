@@ -15,10 +15,9 @@ from weightyard.format.pack import Placement
 from weightyard.names import AliasName, BlockId, Digest, ModelName, PackId, Ref, UploadId
 from weightyard.records import AliasMove, Model, Publication, Retention, Version
 from weightyard.registry import aliases, commits, migrate, outbox, uploads, versions
-from weightyard.registry.aliases import ANYTHING
 from weightyard.registry.database import Database
 from weightyard.storage.store import Store
-from weightyard.transfer.catalogue import ManifestFile
+from weightyard.transfer.catalogue import ANYTHING, Anything, ManifestFile
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -126,7 +125,7 @@ class Registry:
         *,
         who: str | None = None,
         reason: str = "",
-        expect: Any = ANYTHING,
+        expect: int | Anything | None = ANYTHING,
     ) -> AliasMove:
         """Put an alias on a version; None removes it. Raises NoSuchThing, AliasMoved."""
         return self.database.write(

@@ -63,6 +63,7 @@ registry = Table(
     Column("registry_id", String(32), nullable=False),
     Column("yard_id", String(32)),
     Column("block_bytes", BigInteger, nullable=False),
+    Column("generation", Integer, nullable=False),
 )
 
 models = Table(
@@ -76,6 +77,7 @@ models = Table(
     Column("created_by", Text, nullable=False),
     Column("last_number", Integer, nullable=False),
     Column("retention", JSON),
+    Column("removed_ms", Millis),
     UniqueConstraint("project", "name"),
 )
 
@@ -101,6 +103,7 @@ versions = Table(
     Column("created_ms", Millis, nullable=False),
     Column("used_ms", Millis),
     Column("removed_ms", Millis),
+    Column("damaged_ms", Millis, index=True),
     UniqueConstraint("model_id", "number"),
 )
 

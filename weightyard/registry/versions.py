@@ -20,9 +20,13 @@ _parent, _parent_model = _v.alias("parent"), _m.alias("parent_model")
 
 
 def ensure_model(tx: Connection, model: ModelName, who: str, kind: str = "model") -> bool:
-    """Make a model unless it is there; whether it was made."""
-    there = select(_m.c.id).where(_m.c.project == model.project, _m.c.name == model.name)
-    if tx.scalar(there) is not None:
+    """Make a model unless it is there; whether it was made.
+
+    One that was removed goes on with the next number.
+    """
+    there = select(_m).where(_m.c.project == model.project, _m.c.name == model.name)
+    row = tx.execute(there).one_or_none()
+    if row is not None and row.removed_ms is None:
         return False
     insert_missing(
         tx,
@@ -38,6 +42,10 @@ def ensure_model(tx: Connection, model: ModelName, who: str, kind: str = "model"
             }
         ],
     )
+    row = tx.execute(there).one()
+    tx.execute(update(_m).where(_m.c.id == row.id).values(removed_ms=None))
+    made = {"kind": row.kind, "created_ms": row.created_ms}
+    outbox.put_journal(tx, "model", str(model), row.created_by, made)
     return True
 
 
@@ -46,7 +54,7 @@ def model_row(tx: Connection, model: ModelName) -> Row[Any]:
     row = tx.execute(
         select(_m).where(_m.c.project == model.project, _m.c.name == model.name)
     ).one_or_none()
-    if row is None:
+    if row is None or row.removed_ms is not None:
         raise NoSuchThing(f"no model {model}")
     return row
 
@@ -60,7 +68,8 @@ def list_models(
     limit: int = 1000,
 ) -> list[Model]:
     """Models by name, of these projects, from one name on."""
-    wanted = select(_m).order_by(_m.c.project, _m.c.name).limit(limit)
+    wanted = select(_m).where(_m.c.removed_ms.is_(None))
+    wanted = wanted.order_by(_m.c.project, _m.c.name).limit(limit)
     if projects is not None:
         wanted = wanted.where(_m.c.project.in_(projects))
     if kind is not None:
@@ -208,7 +217,7 @@ def _as_versions(tx: Connection, rows: Sequence[Row[Any]]) -> list[Version]:
             replication=row.replication,
             policy=row.policy,
             last_used=moment(row.used_ms),
-            damaged=row.manifest_state == FileState.DAMAGED,
+            damaged=row.manifest_state == FileState.DAMAGED or row.damaged_ms is not None,
         )
         for row in rows
     ]
@@ -268,13 +277,13 @@ def remove_model(tx: Connection, model: ModelName, who: str) -> None:
     Raises Protected while it has any.
     """
     row = model_row(tx, model)
+    tx.execute(select(_m.c.id).where(_m.c.id == row.id).with_for_update())
     if tx.scalar(select(func.count()).where(_v.c.model_id == row.id, _v.c.removed_ms.is_(None))):
         raise Protected(f"{model} has versions: remove them first")
-    if tx.scalar(select(func.count()).where(_v.c.model_id == row.id)):
-        raise Protected(f"{model}: its removed versions are not collected yet: run gc, then again")
     tx.execute(delete(schema.alias_moves).where(schema.alias_moves.c.model_id == row.id))
-    tx.execute(delete(_m).where(_m.c.id == row.id))
+    tx.execute(update(_m).where(_m.c.id == row.id).values(removed_ms=now_ms(), retention=None))
     record_event(tx, who, "model.removed", str(model))
+    outbox.put_journal(tx, "model-removed", str(model), who, {})
 
 
 def set_retention(tx: Connection, model: ModelName, retention: Retention | None, who: str) -> None:

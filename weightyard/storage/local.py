@@ -67,20 +67,21 @@ class LocalStore(Store):
     replicates = False
 
     def __init__(self, root: Path) -> None:
-        self._root = root.expanduser().absolute()
-        self.url = self._root.as_uri()
+        self.folder = root.expanduser().absolute()
+        """Where it is on this machine."""
+        self.url = self.folder.as_uri()
 
     def init(self, ownership: Ownership | None = None) -> None:
         ownership = ownership or Ownership()
-        with _translated(self._root):
-            for folder in (self._root, *(self._at(path) for path in layout.FOLDERS)):
+        with _translated(self.folder):
+            for folder in (self.folder, *(self._at(path) for path in layout.FOLDERS)):
                 folder.mkdir(parents=True, exist_ok=True)
                 folder.chmod(ownership.folder_mode)  # mkdir's own mode is cut by the umask
                 if ownership.owner is not None:
                     shutil.chown(folder, user=ownership.owner)
                 if ownership.group is not None:
                     shutil.chown(folder, group=ownership.group)
-            _sync_folder(self._root)
+            _sync_folder(self.folder)
 
     def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
         _require_one_copy(options)
@@ -115,7 +116,7 @@ class LocalStore(Store):
             for name in names:
                 file = Path(parent, name)
                 try:
-                    path = StorePath(file.relative_to(self._root).as_posix())
+                    path = StorePath(file.relative_to(self.folder).as_posix())
                 except InvalidName:
                     _log.warning("store.foreign_file", file=file)
                     continue
@@ -172,10 +173,10 @@ class LocalStore(Store):
         pass
 
     def _at(self, path: StorePath) -> Path:
-        return self._root / path.text
+        return self.folder / path.text
 
     def _folder_mode(self) -> int:
-        return self._root.stat().st_mode & 0o777
+        return self.folder.stat().st_mode & 0o777
 
     def _make_folder(self, folder: Path) -> None:
         """Make a folder below the root, with the root's mode, and its name durable."""

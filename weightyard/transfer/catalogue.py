@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from datetime import datetime
+from typing import Any, Protocol
 
 from weightyard.format.manifest import Manifest
 from weightyard.format.pack import Placement
-from weightyard.names import BlockId, Digest, ModelName, PackId, Ref, UploadId
-from weightyard.records import Publication, Version
+from weightyard.names import AliasName, BlockId, Digest, ModelName, PackId, Ref, UploadId
+from weightyard.records import AliasMove, Model, Publication, Retention, Version
+from weightyard.storage.store import Store
 
 
 class Placements(Protocol):
@@ -78,14 +81,88 @@ class Upload(Packing, Protocol):
         """Give up: what only this upload held may be collected. Idempotent."""
 
 
+class Anything(enum.Enum):
+    """Says that nothing is expected, where None is an expectation: that there is no such alias."""
+
+    ANYTHING = "anything"
+
+
+ANYTHING = Anything.ANYTHING
+
+
 class Catalogue(Placements, Protocol):
-    """Versions, and where their blocks lie: a registry, or a service that has one. Thread-safe."""
+    """Models, versions and aliases, and where blocks lie: a registry, or a service that has one.
+
+    Thread-safe. Every call may raise Retryable and NotAllowed; `who` and `reason` are for history.
+    """
 
     def resolve(self, ref: Ref) -> Version:
         """The version a ref means now. Raises NoSuchThing."""
 
+    def model(self, name: ModelName) -> Model:
+        """One model. Raises NoSuchThing."""
+
+    def models(
+        self,
+        *,
+        kind: str | None = "model",
+        after: ModelName | None = None,
+        limit: int = 1000,
+    ) -> list[Model]:
+        """Models by name, those after one."""
+
+    def versions(
+        self, name: ModelName, *, before: int | None = None, limit: int = 1000
+    ) -> list[Version]:
+        """Versions of a model, newest first, those below a number. Raises NoSuchThing."""
+
+    def annotate(self, ref: Ref, changes: Mapping[str, Any]) -> Version:
+        """Change a version's message, metrics, tags or metadata. Raises NoSuchThing."""
+
+    def remove(self, ref: Ref, *, reason: str = "") -> Version:
+        """Take a version out of sight. Raises NoSuchThing, Protected."""
+
+    def mark_used(self, ref: Ref) -> None:
+        """Note that a version is being loaded."""
+
+    def set_retention(self, name: ModelName, retention: Retention | None) -> None:
+        """Which versions gc may remove by itself. Raises NoSuchThing."""
+
+    def alias(self, name: ModelName, alias: AliasName) -> int | None:
+        """The number of the version an alias is on, or None."""
+
+    def move_alias(
+        self,
+        name: ModelName,
+        alias: AliasName,
+        to: int | None,
+        *,
+        reason: str = "",
+        expect: int | Anything | None = ANYTHING,
+    ) -> AliasMove:
+        """Put an alias on a version; None removes it. Raises NoSuchThing, AliasMoved."""
+
+    def alias_log(
+        self,
+        name: ModelName,
+        alias: AliasName,
+        *,
+        as_of: datetime | None = None,
+        limit: int = 1000,
+    ) -> list[AliasMove]:
+        """The moves of an alias, newest first, those up to a time."""
+
+    def rollback_alias(self, name: ModelName, alias: AliasName, *, reason: str = "") -> AliasMove:
+        """Put an alias back where it was before its last move. Raises NoSuchThing."""
+
     def open_upload(self, model: ModelName, publication: Publication) -> Upload:
         """Begin a version of a model, which need not exist yet."""
+
+    def flush_outbox(self, store: Store) -> int:
+        """Write records that are waiting into the store; a service does this by itself."""
+
+    def close(self) -> None:
+        """Give up connections. Idempotent."""
 
 
 class MemoryCatalogue:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -37,13 +37,24 @@ def files_in(folder: Path) -> list[tuple[FilePath, Path]]:
     return found
 
 
-def write_folder(writer: Writer, folder: Path, block_bytes: int) -> Manifest:
-    """Put the files of a folder into the store; returns the manifest, which is not stored yet."""
+def folder_contents(
+    folder: Path, block_bytes: int, wanted: Callable[[FilePath], bool] = lambda path: True
+) -> list[Content]:
+    """The files of a folder that are wanted, split. Raises FileMissing if none is."""
     contents = []
     for path, file in files_in(folder):
-        source = FileSource(file)
-        split = split_file(path, source.length, source.read_at, block_bytes)
-        contents.append(Content(split, [source]))
+        if wanted(path):
+            source = FileSource(file)
+            split = split_file(path, source.length, source.read_at, block_bytes)
+            contents.append(Content(split, [source]))
+    if not contents:
+        raise FileMissing(f"{folder} has no file that fits")
+    return contents
+
+
+def write_folder(writer: Writer, folder: Path, block_bytes: int) -> Manifest:
+    """Put the files of a folder into the store; returns the manifest, which is not stored yet."""
+    contents = folder_contents(folder, block_bytes)
     return manifest_of([content.split for content in contents], writer.write(contents))
 
 

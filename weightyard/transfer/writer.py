@@ -10,11 +10,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
+from typing import Literal
+
+import numpy as np
 
 from weightyard import codec
 from weightyard.errors import UnderReplicated
@@ -26,6 +29,8 @@ from weightyard.storage import layout
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.store import FileOptions, Stage, Store
 from weightyard.transfer.catalogue import Packing
+from weightyard.transfer.plan import Wanted
+from weightyard.transfer.reader import Reader
 from weightyard.transfer.source import Source, piece_bytes
 from weightyard.transfer.together import run_together
 
@@ -51,6 +56,11 @@ class WriteOptions:
     """A pack is not durable before it lies on this many DataNodes."""
     replicas_timeout_s: float = 30.0
     compress: bool = True
+    delta: Literal["off", "also", "only"] = "off"
+    """What to do with a block that is much like its base: store it whole, both ways, or as a delta.
+
+    A delta is kept if it is worth it; `also` lets those who have nothing read the block whole.
+    """
     pack_bytes: int = PACK_LIMIT_BYTES
     threads: int = max(2, os.cpu_count() or 2)
     """For hashing and encoding."""
@@ -79,6 +89,20 @@ class Content:
 
     split: Split
     sources: Sequence[Source]
+    bases: Mapping[int, BlockId] = field(default_factory=dict)
+    """Number of a piece → a block of the same length that it may be much like."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A piece, where its bytes are, and the block it may be much like."""
+
+    piece: Piece
+    sources: Sequence[Source]
+    base: BlockId | None = None
+
+    def read(self) -> memoryview:
+        return piece_bytes(self.piece, self.sources)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +110,7 @@ class PlannedBlock:
     """A block the store does not have, and where its bytes come from."""
 
     id: BlockId
-    piece: Piece
-    sources: Sequence[Source]
+    cut: Cut
 
 
 def plan_packs(blocks: Sequence[PlannedBlock], options: WriteOptions) -> list[list[PlannedBlock]]:
@@ -95,8 +118,8 @@ def plan_packs(blocks: Sequence[PlannedBlock], options: WriteOptions) -> list[li
     groups: list[list[PlannedBlock]] = []
     room = 0.0
     for block in blocks:
-        size_left = _USUAL_SIZE_LEFT.get(block.piece.codec, 1.0) if options.compress else 1.0
-        takes = block.piece.raw_bytes * size_left
+        size_left = _USUAL_SIZE_LEFT.get(block.cut.piece.codec, 1.0) if options.compress else 1.0
+        takes = block.cut.piece.raw_bytes * size_left
         if takes > room:
             groups.append([])
             room = 0.98 * options.pack_bytes
@@ -117,11 +140,14 @@ class Writer:
         upload: Packing,
         options: WriteOptions | None = None,
         progress: Callable[[int], None] | None = None,
+        bases: Reader | None = None,
     ) -> None:
+        """`progress` is told of bytes done; `bases` reads the bases of deltas."""
         self._store = store
         self._upload = upload
         self._options = options or WriteOptions()
         self._progress = progress or (lambda done_bytes: None)
+        self._bases = bases
         self._lock = threading.Lock()
         self._report = WriteReport()
 
@@ -135,42 +161,58 @@ class Writer:
         Raises what the store and the sources raise, UnderReplicated, and Bug if a codec fails to
         give back what it was given.
         """
-        pieces = [
-            (piece, content.sources) for content in contents for piece in content.split.pieces
+        cuts = [
+            Cut(piece, content.sources, content.bases.get(number))
+            for content in contents
+            for number, piece in enumerate(content.split.pieces)
         ]
         ids: list[BlockId] = []
-        for start in range(0, len(pieces), _BATCH_PIECES):
-            ids += self._write_batch(pieces[start : start + _BATCH_PIECES])
+        for start in range(0, len(cuts), _BATCH_PIECES):
+            ids += self._write_batch(cuts[start : start + _BATCH_PIECES])
         rest = iter(ids)
         return [list(islice(rest, len(content.split.pieces))) for content in contents]
 
-    def _write_batch(self, pieces: Sequence[tuple[Piece, Sequence[Source]]]) -> list[BlockId]:
+    def _write_batch(self, cuts: Sequence[Cut]) -> list[BlockId]:
         with ThreadPoolExecutor(self._options.threads, "weightyard-encode") as workers:
-            ids = list(workers.map(lambda piece: block_id(piece_bytes(*piece)), pieces))
-            by_id = dict(zip(ids, pieces, strict=True))
+            ids = list(workers.map(lambda cut: block_id(cut.read()), cuts))
+            by_id = dict(zip(ids, cuts, strict=True))
             known = self._upload.claim(list(by_id))
-            new = [PlannedBlock(id, *piece) for id, piece in by_id.items() if id not in known]
-            logical_bytes = sum(piece.raw_bytes for piece, _ in pieces)
-            new_bytes = sum(block.piece.raw_bytes for block in new)
+            new = [PlannedBlock(id, cut) for id, cut in by_id.items() if id not in known]
+            bases = self._claimed_bases(new)
+            logical_bytes = sum(cut.piece.raw_bytes for cut in cuts)
+            new_bytes = sum(block.cut.piece.raw_bytes for block in new)
             self._count(logical_bytes=logical_bytes, new_bytes=new_bytes)
-            self._count(blocks=len(pieces), blocks_new=len(new))
+            self._count(blocks=len(cuts), blocks_new=len(new))
             self._progress(logical_bytes - new_bytes)
             stop = threading.Event()
             lanes = [
-                partial(self._write_group, group, workers, stop)
+                partial(self._write_group, group, bases, workers, stop)
                 for group in plan_packs(new, self._options)
             ]
             run_together(self._options.lanes, "weightyard-write", lanes, stop)
         return ids
 
+    def _claimed_bases(self, blocks: Sequence[PlannedBlock]) -> Set[BlockId]:
+        """The bases that may be used: held by the upload, and standalone. Deltas have depth 1."""
+        if self._options.delta == "off" or self._bases is None:
+            return frozenset()
+        wanted = {block.cut.base for block in blocks} - {None, *(block.id for block in blocks)}
+        claimed = self._upload.claim([base for base in wanted if base is not None])
+        return {
+            base
+            for base, placements in claimed.items()
+            if any(placement.encoding.base is None for placement in placements)
+        }
+
     def _write_group(
         self,
         group: Sequence[PlannedBlock],
+        bases: Set[BlockId],
         workers: ThreadPoolExecutor,
         stop: threading.Event,
     ) -> None:
         """One pack; another one for what does not fit because it shrank less than planned."""
-        encoded = self._encoded(group, workers)
+        encoded = self._encoded(group, bases, workers)
         block = next(encoded, None)
         while block is not None and not stop.is_set():
             pack = PackBuilder(PackId.new(), self._options.pack_bytes)
@@ -181,7 +223,6 @@ class Writer:
                 while block is not None and not stop.is_set() and pack.fits(block.encoding):
                     pack.add(block.encoding)
                     _write_block(stage, block)
-                    self._progress(block.encoding.raw_bytes)
                     block = next(encoded, None)
                 if stop.is_set():
                     return
@@ -192,27 +233,41 @@ class Writer:
             self._count(stored_bytes=pack.pack_bytes, packs_written=1)
 
     def _encoded(
-        self, group: Sequence[PlannedBlock], workers: ThreadPoolExecutor
+        self,
+        group: Sequence[PlannedBlock],
+        bases: Set[BlockId],
+        workers: ThreadPoolExecutor,
     ) -> Iterator[codec.Encoded]:
         """The blocks of a group encoded, in order, a few of them ahead of need."""
-        ahead: deque[Future[codec.Encoded]] = deque()
+        ahead: deque[Future[list[codec.Encoded]]] = deque()
         try:
             for block in group:
-                ahead.append(workers.submit(self._encode, block))
+                base = block.cut.base if block.cut.base in bases else None
+                ahead.append(workers.submit(self._encode, block, base))
                 if len(ahead) > self._options.threads:
-                    yield ahead.popleft().result()
+                    yield from ahead.popleft().result()
             while ahead:
-                yield ahead.popleft().result()
+                yield from ahead.popleft().result()
         finally:
             for waiting in ahead:
                 waiting.cancel()
 
-    def _encode(self, block: PlannedBlock) -> codec.Encoded:
-        raw = piece_bytes(block.piece, block.sources)
-        hint = block.piece.codec if self._options.compress else Codec.RAW
-        encoded = codec.encode(raw, hint=hint, block=block.id)
-        codec.prove(encoded, raw)
-        return encoded
+    def _encode(self, block: PlannedBlock, base: BlockId | None) -> list[codec.Encoded]:
+        """The block whole, as a delta, or both; proved to come back before anyone relies on it."""
+        raw = block.cut.read()
+        hint = block.cut.piece.codec if self._options.compress else Codec.RAW
+        whole = codec.encode(raw, hint=hint, block=block.id)
+        codec.prove(whole, raw)
+        self._progress(whole.encoding.raw_bytes)
+        if base is None or self._bases is None:
+            return [whole]
+        base_raw = np.empty(raw.nbytes, np.uint8).data
+        self._bases.read([Wanted(base, 0, base_raw)])
+        delta = codec.encode_delta(raw, base_raw, base, hint=hint, block=block.id)
+        if not codec.worth_a_delta(delta, whole):
+            return [whole]
+        codec.prove(delta, raw, base=base_raw)
+        return [delta] if self._options.delta == "only" else [whole, delta]
 
     def _file_options(self) -> FileOptions:
         options = self._options

@@ -1,0 +1,92 @@
+"""State dicts: tensors of torch or arrays of NumPy as sources, and back again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from weightyard.errors import Refused, Unsupported
+from weightyard.format.dtypes import DType
+from weightyard.format.splitting import StateTensor, split_state
+from weightyard.transfer.source import MemorySource
+from weightyard.transfer.writer import Content
+
+if TYPE_CHECKING:
+    import torch
+
+_TORCH = {
+    "bool": DType.BOOL,
+    "uint8": DType.U8,
+    "int8": DType.I8,
+    "float8_e5m2": DType.F8_E5M2,
+    "float8_e4m3fn": DType.F8_E4M3,
+    "float8_e8m0fnu": DType.F8_E8M0,
+    "float8_e4m3fnuz": DType.F8_E4M3FNUZ,
+    "float8_e5m2fnuz": DType.F8_E5M2FNUZ,
+    "int16": DType.I16,
+    "uint16": DType.U16,
+    "float16": DType.F16,
+    "bfloat16": DType.BF16,
+    "int32": DType.I32,
+    "uint32": DType.U32,
+    "float32": DType.F32,
+    "complex32": DType.C32,
+    "int64": DType.I64,
+    "uint64": DType.U64,
+    "float64": DType.F64,
+    "complex64": DType.C64,
+    "complex128": DType.C128,
+}
+"""Names torch and NumPy (with ml_dtypes) give the element types."""
+
+_FROM_DTYPE = {dtype: name for name, dtype in _TORCH.items()}
+
+
+def state_content(state: Mapping[str, Any], block_bytes: int) -> Content:
+    """A state dict as content to write. Tensors on a device are copied to the host; others are not.
+
+    Raises Refused for a value that is no tensor, naming it.
+    """
+    tensors, sources = [], []
+    for name, value in state.items():
+        dtype, shape, storage, data = _taken_apart(name, value)
+        tensors.append(StateTensor(name, dtype, shape, storage=storage))
+        if data.nbytes:
+            sources.append(MemorySource(data))
+    return Content(split_state(tensors, block_bytes), sources)
+
+
+def _taken_apart(name: str, value: Any) -> tuple[DType, tuple[int, ...], object, memoryview]:
+    """Dtype, shape, what identifies its memory, and its bytes in row-major order."""
+    kind = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    if kind not in _TORCH or not hasattr(value, "shape"):
+        raise Refused(f"{name}: a {type(value).__name__} of {kind or 'no dtype'} is not a tensor")
+    shape = tuple(int(size) for size in value.shape)
+    if isinstance(value, np.ndarray):
+        array = np.ascontiguousarray(value)
+        pointer = value.__array_interface__["data"][0] if value.nbytes else None
+        storage = (pointer, value.strides) if pointer else None
+        return _TORCH[kind], shape, storage, array.reshape(-1).view(np.uint8).data
+    import torch
+
+    tensor = value.detach()
+    storage = (tensor.data_ptr(), tensor.stride()) if tensor.numel() else None
+    raw = tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    return _TORCH[kind], shape, storage, raw.numpy().data
+
+
+def empty_tensor(dtype: DType, shape: tuple[int, ...]) -> tuple[torch.Tensor, memoryview]:
+    """A tensor on the host to be filled, and its bytes. Raises Unsupported."""
+    try:
+        import torch
+    except ImportError:
+        raise Unsupported("tensors need torch: pip install 'weightyard[torch]'") from None
+    kind = getattr(torch, _FROM_DTYPE.get(dtype, ""), None)
+    if kind is None:
+        raise Unsupported(f"this torch has no element type {dtype}")
+    tensor = torch.empty(shape, dtype=kind)
+    if not tensor.numel():
+        return tensor, memoryview(b"")
+    return tensor, tensor.reshape(-1).view(torch.uint8).numpy().data
