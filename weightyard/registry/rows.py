@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Table, func, insert, select
+from sqlalchemy import Connection, Table, bindparam, func, insert, select
 from sqlalchemy.dialects import postgresql, sqlite
 
 from weightyard.registry import schema
@@ -37,11 +37,24 @@ def moment(millis: int | None) -> datetime | None:
 
 
 def insert_missing(tx: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Insert rows, leaving alone those whose key is there already."""
-    dialect = postgresql if tx.dialect.name == "postgresql" else sqlite
-    statement = dialect.insert(table).on_conflict_do_nothing()
+    """Insert rows, all with the same columns, leaving alone those whose key is there already."""
     for batch in batches(rows):
-        tx.execute(statement, batch)
+        if tx.dialect.name == "sqlite":
+            tx.execute(sqlite.insert(table).on_conflict_do_nothing(), batch)
+        else:
+            tx.execute(_insert_arrays(table, batch).on_conflict_do_nothing())
+
+
+def _insert_arrays(table: Table, rows: Sequence[Mapping[str, Any]]) -> postgresql.Insert:
+    """One statement with an array a column: several times quicker than a statement a row."""
+    names = list(rows[0])
+    arrays = [
+        func.unnest(
+            bindparam(None, [row[name] for row in rows], postgresql.ARRAY(table.c[name].type))
+        )
+        for name in names
+    ]
+    return postgresql.insert(table).from_select(names, select(*arrays))
 
 
 def record_event(

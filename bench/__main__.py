@@ -1,0 +1,150 @@
+"""Measure weightyard against its peers on one mini-HDFS; write the page and the samples."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import msgspec
+from rich import box
+from rich.console import Console
+from rich.table import Table as RichTable
+
+from bench import machine, memory, models, reads, report
+from bench.samples import Footprint, Memory, Results, Row, Table, Timed
+from bench.site import Site
+from weightyard.testing.cluster import MiniCluster
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results.json"
+PAGE = HERE.parent / "docs" / "benchmarks.md"
+
+SECTIONS = ("reads", "loading", "writing", "memory", "codec")
+ON_HDFS = frozenset(SECTIONS) - {"codec"}
+_UNITS = {"MiB": 2**20, "GiB": 2**30}
+_GIB = 2**30
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _parser().parse_args(arguments)
+    console = Console()
+    wanted = [name for name in SECTIONS if name in options.only]
+    results = read_results(RESULTS)
+    with ExitStack() as cleanup:
+        site = None
+        if ON_HDFS & set(wanted):
+            console.print("starting HDFS")
+            # Without the test cluster's options for a quick start: DataNodes get their best code.
+            cluster = MiniCluster(datanodes=2, racks=("a",), jvm_options=())
+            scratch = tempfile.TemporaryDirectory(prefix="weightyard-bench-", dir=_memory_folder())
+            site = Site.of(cleanup.enter_context(cluster), Path(cleanup.enter_context(scratch)))
+            if site.libhdfs_missing:
+                console.print(site.libhdfs_missing)
+        for name in wanted:
+            console.rule(name)
+            section = _measure(name, site, options, console)
+            results = msgspec.structs.replace(results, **{name: section})
+            write_results(results)
+    console.print(f"wrote {PAGE.relative_to(HERE.parent)} and {RESULTS.relative_to(HERE.parent)}")
+
+
+def read_results(path: Path) -> Results:
+    """What the last run left; nothing if there was none."""
+    if not path.is_file():
+        return Results()
+    return msgspec.json.decode(path.read_bytes(), type=Results)
+
+
+def write_results(results: Results) -> None:
+    """After every section, so that a run cut short leaves what it measured."""
+    RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(report.render(results))
+
+
+def _measure(
+    name: str, site: Site | None, options: argparse.Namespace, console: Console
+) -> Timed | Memory | Table:
+    if site is None or name == "codec":
+        from bench import codec
+
+        return Table(machine.measured_now(), codec.run())
+    measured = machine.measured_now(site.shell)
+    if name == "memory":
+
+        def say(row: Footprint) -> None:
+            console.print(f"  {row.task}: {row.beyond_bytes / 2**20:.0f} MiB beyond the tensor")
+
+        section = Memory(measured, memory.run(site, options.tensor, say))
+        console.print(_rich(*report.memory_table(section)))
+        return section
+    run: Callable[..., tuple[Row, ...]] = {
+        "reads": reads.run,
+        "loading": models.run_loading,
+        "writing": models.run_writing,
+    }[name]
+    with console.status("measuring"):
+        timed = Timed(measured, run(site, options.size, options.repeat, _saying(console)))
+    console.print(_rich(*report.short_table(timed)))
+    for ratio in report.ratios_of(timed.rows):
+        console.print(f"  {ratio}".replace("**", ""))
+    for note in report.failures_of(timed.rows):
+        console.print(f"  {note}", style="yellow", markup=False)
+    return timed
+
+
+def _saying(console: Console) -> Callable[[Row], None]:
+    def done(row: Row) -> None:
+        rate = f"{row.moved_bytes / 1e6 / row.samples[-1].seconds:.0f} MB/s" if row.samples else "–"
+        console.print(f"  {row.name}: {rate}", highlight=False)
+
+    return done
+
+
+def _rich(header: Sequence[str], cells: Sequence[Sequence[str]]) -> RichTable:
+    table = RichTable(*header, box=box.SIMPLE)
+    for line in cells:
+        table.add_row(*(cell.replace("**", "") for cell in line))
+    return table
+
+
+def _memory_folder() -> str | None:
+    """Where files are memory, so that no row waits for a disk; None: the usual place."""
+    folder = Path("/dev/shm")
+    return str(folder) if folder.is_dir() else None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
+    parser.add_argument(
+        "--only",
+        type=_sections,
+        default=SECTIONS,
+        help=f"some of {','.join(SECTIONS)}; the others are kept from the last run",
+    )
+    parser.add_argument("--size", type=_size, default=_GIB, help="of a file or model; 1GiB")
+    parser.add_argument("--tensor", type=_size, default=4 * _GIB, help="of the memory section")
+    parser.add_argument("--repeat", type=int, default=3)
+    return parser
+
+
+def _sections(text: str) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    if unknown := set(names) - set(SECTIONS):
+        raise argparse.ArgumentTypeError(f"{unknown.pop()} is none of {', '.join(SECTIONS)}")
+    return names
+
+
+def _size(text: str) -> int:
+    found = re.fullmatch(r"(\d+)(MiB|GiB)", text)
+    if not found or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"{text} is not a size such as 256MiB or 1GiB")
+    return int(found[1]) * _UNITS[found[2]]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,264 @@
+"""The page a run leaves: docs/benchmarks.md. Pure: results in, text out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from bench.samples import (
+    MEMORY_LIMIT_BYTES,
+    Kind,
+    Measured,
+    Memory,
+    Results,
+    Row,
+    Timed,
+    fastest,
+)
+
+_MIB, _GIB = 2**20, 2**30
+
+_HEAD = """\
+# Benchmarks
+
+Made by `make bench`; the raw samples are in `bench/results.json`. A real HDFS (one NameNode, two
+DataNodes, each its own JVM) runs on the same machine as the client, and both share its cores: on a
+network, with the DataNodes' work done elsewhere, rates and ratios will be others; the client's CPU
+seconds say most about them. All rows of a section come from one run on one cluster; repetitions of
+different rows take turns. The page cache is warm; disks are not measured. Every reader had one
+untimed go before each that counts; writers had none. MB/s are 10⁶ bytes a second of the best
+repetition, *spread* is how far the worst was below it. CPU seconds belong to the best repetition,
+peak memory (the client's resident set, with its libraries and the bytes it received) to the
+hungriest. What was read is compared with the digest of what was written, after the clock stopped.
+*Bound by* says who was busy while a row ran; *others* is all else on the machine: where it is more
+than a few hundredths, something disturbed the row."""
+
+_READS = """\
+## Reading a file
+
+One file of random bytes, replication 1, in HDFS blocks of 128 MiB, into memory. Memory is touched
+beforehand where a row does not say *fresh* and the client lets one choose; hdfs-native always
+returns fresh memory. The limit is the same number of bytes through loopback sockets between two
+processes that do nothing else."""
+
+_LOADING = """\
+## From HDFS into tensors
+
+bf16 tensors with normally distributed values, read, checked and decoded into memory; MB/s of tensor
+bytes. weightyard checks a checksum of every chunk; placements are known beforehand, as they are in
+a yard. The peers read one safetensors file; *views* means that the tensors are cut from the bytes
+read without a copy, the best that can be made of that peer."""
+
+_WRITING = """\
+## Writing
+
+The same tensors from memory into HDFS, MB/s of tensor bytes. weightyard hashes, encodes, decodes
+again to prove it, and returns when every pack is on as many DataNodes as asked for."""
+
+_MEMORY = f"""\
+## Memory beyond the tensor
+
+One bf16 tensor written to HDFS and read back, each in a process of its own. What is beyond the
+tensor holds the interpreter and all libraries; {MEMORY_LIMIT_BYTES // _MIB} MiB is the bound."""
+
+_CODEC = """\
+## Codecs
+
+*left* is the size after encoding, of 1; rates are MB of tensor a second of one core's CPU time,
+unless two threads are compared, by the clock. weightyard's rates hold its hashes and checks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """How many times as fast one row is as another."""
+
+    what: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"**{self.value:.2f}×** {self.what}"
+
+
+def render(results: Results) -> str:
+    """The whole page."""
+    machines: list[Mapping[str, str]] = []
+    parts = [_HEAD]
+    for text, section in (
+        (_READS, results.reads),
+        (_LOADING, results.loading),
+        (_WRITING, results.writing),
+    ):
+        if section is not None:
+            ratios = [f"{extent_of(section.rows)}", ""]
+            ratios += [f"- {ratio}" for ratio in ratios_of(section.rows)]
+            body = markdown(*timed_table(section))
+            notes = ["", *(f"- {note}" for note in failures_of(section.rows))]
+            parts.append(_section(text, section.measured, machines, [*ratios, "", body, *notes]))
+    if results.memory is not None:
+        body = markdown(*memory_table(results.memory))
+        parts.append(_section(_MEMORY, results.memory.measured, machines, [body]))
+    if results.codec is not None:
+        content = list(_free_form(results.codec.content))
+        parts.append(_section(_CODEC, results.codec.measured, machines, content))
+    for number, machine in enumerate(machines, 1):
+        parts.append(
+            f"## Machine {number}\n\n" + markdown(("what", "value"), list(machine.items()))
+        )
+    return "\n\n".join(parts) + "\n"
+
+
+def ratios_of(rows: Sequence[Row]) -> list[Ratio]:
+    """What a section is about: our best against each rival, like with like."""
+    groups = dict.fromkeys(row.group for row in rows)
+    return [
+        ratio for group in groups for ratio in _ratios([row for row in rows if row.group == group])
+    ]
+
+
+def _ratios(rows: Sequence[Row]) -> list[Ratio]:
+    """Rivals get our fastest row of their kind of memory: touching fresh pages costs a copy."""
+    quickest = fastest(rows, Kind.PEER)
+    peers = dict.fromkeys(row.who for row in rows if row.kind is Kind.PEER)
+    rivals = [*(fastest(rows, Kind.PEER, who) for who in peers), fastest(rows, Kind.LIMIT)]
+    ratios = []
+    for rival in filter(None, rivals):
+        alike = [row for row in rows if row.is_fresh is rival.is_fresh]
+        ours = fastest(alike, Kind.OURS)
+        if ours is not None:
+            role = "the fastest peer, " if rival is quickest else ""
+            ratios.append(_ratio(ours, rival, "the limit, " if rival.kind is Kind.LIMIT else role))
+    return ratios
+
+
+def extent_of(rows: Sequence[Row]) -> str:
+    """How much was moved how often."""
+    moved = max(row.moved_bytes for row in rows)
+    return f"{moved / _GIB:.2f} GiB, {max(len(row.samples) for row in rows)} repetitions."
+
+
+def _ratio(row: Row, other: Row, role: str = "") -> Ratio:
+    return Ratio(
+        f"{row.name} ({row.best_rate:.0f} MB/s) against {role}{other.name} "
+        f"({other.best_rate:.0f} MB/s)",
+        row.best_rate / other.best_rate,
+    )
+
+
+def failures_of(rows: Sequence[Row]) -> list[str]:
+    return [f"{row.name}: no result: {row.failed}" for row in rows if row.failed is not None]
+
+
+def timed_table(section: Timed) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """Header and cells, rows in the order measured."""
+    header = (
+        *("who", "how", "MB/s", "spread", "× fastest peer"),
+        *("client CPU s", "server CPU s", "others CPU s", "peak MiB", "bound by"),
+    )
+    cells: list[Sequence[str]] = []
+    for row in section.rows:
+        if not row.samples:
+            cells.append((row.who, row.way, *["–"] * 8))
+            continue
+        peer = fastest([one for one in section.rows if one.group == row.group], Kind.PEER)
+        best = row.best
+        rate = f"{row.best_rate:.0f}"
+        cells.append(
+            (
+                row.who,
+                row.way,
+                f"**{rate}**" if row.kind is Kind.OURS else rate,
+                f"{row.spread:.0%}",
+                f"{row.best_rate / peer.best_rate:.2f}" if peer else "–",
+                f"{best.client_cpu_s:.2f}",
+                f"{best.server_cpu_s:.2f}",
+                f"{best.other_cpu_s:.2f}",
+                f"{row.peak_rss_bytes / _MIB:.0f}",
+                bound(row, int(section.measured.machine.get("cores", "1"))),
+            )
+        )
+    return header, cells
+
+
+def short_table(section: Timed) -> tuple[Sequence[str], list[Sequence[str]]]:
+    """The columns a terminal has room for."""
+    header, cells = timed_table(section)
+    return ("way", *header[2:5]), [(f"{line[0]}, {line[1]}", *line[2:5]) for line in cells]
+
+
+def bound(row: Row, cores: int) -> str:
+    """What a row could not go faster than, by who was busy while it ran."""
+    best = row.best
+    client, server = best.client_cpu_s / best.seconds, best.server_cpu_s / best.seconds
+    if client + server >= 0.85 * cores:
+        return "all cores"
+    if client >= 0.85:
+        return "client CPU"
+    if server >= 0.85:
+        return "server CPU"
+    return f"waiting: {client + server:.1f} of {cores} cores busy"
+
+
+def memory_table(section: Memory) -> tuple[Sequence[str], list[Sequence[str]]]:
+    header = ("task", "tensor GiB", "peak MiB", "beyond the tensor MiB", "within bound", "MB/s")
+    return header, [
+        (
+            row.task,
+            f"{row.tensor_bytes / _GIB:.2f}",
+            f"{row.peak_rss_bytes / _MIB:.0f}",
+            f"{row.beyond_bytes / _MIB:.0f}",
+            "yes" if row.beyond_bytes < MEMORY_LIMIT_BYTES else "**no**",
+            f"{row.tensor_bytes / 1e6 / row.seconds:.0f}",
+        )
+        for row in section.rows
+    ]
+
+
+def markdown(header: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *cells]
+    return "\n".join(f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in lines)
+
+
+def _section(
+    text: str, measured: Measured, machines: list[Mapping[str, str]], body: Sequence[str]
+) -> str:
+    if measured.machine not in machines:
+        machines.append(measured.machine)
+    where = f"Measured {measured.date} on machine {machines.index(measured.machine) + 1}"
+    hadoop = f", Hadoop {measured.hadoop}" if measured.hadoop else ""
+    load = f"Load average before: {measured.load:.1f}."
+    return "\n".join([text, "", f"{where}{hadoop}. {load}", "", *body])
+
+
+def _free_form(content: Mapping[str, Any], level: int = 3) -> list[str]:
+    """A dict of titles: lists of rows become tables, texts paragraphs, numbers lines."""
+    lines: list[str] = []
+    for title, value in content.items():
+        match value:
+            case [dict(), *_]:
+                header = tuple(dict.fromkeys(key for row in value for key in row))
+                rows = [[_cell(row.get(key)) for key in header] for row in value]
+                shown = [_words(key) for key in header]
+                lines += [f"{'#' * level} {_words(title)}", "", markdown(shown, rows), ""]
+            case dict():
+                lines += [f"{'#' * level} {_words(title)}", "", *_free_form(value, level + 1)]
+            case [*items]:
+                lines += [*(f"- {_cell(item)}" for item in items), ""]
+            case _:
+                lines += [f"{title}: {_cell(value)}", ""]
+    return lines
+
+
+def _words(key: str) -> str:
+    """`encode_mb_s` as a reader would write it."""
+    return key.replace("_mb_s", " MB/s").replace("_", " ")
+
+
+def _cell(value: object) -> str:
+    match value:
+        case None:
+            return "–"
+        case float():
+            return f"{value:.3f}" if abs(value) < 10 else f"{value:.0f}"
+        case _:
+            return str(value)

@@ -1,0 +1,86 @@
+"""The benchmark page says what was measured: nothing is lost, nothing is flattered."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import bench.__main__ as command
+from bench import report
+from bench.samples import Footprint, Kind, Measured, Memory, Results, Row, Sample, Table, Timed
+
+MACHINE = Measured("2026-11-16", {"cores": "2", "CPU": "a processor"})
+
+
+def made_up(kind: Kind, who: str, *seconds: float, **more: object) -> Row:
+    samples = tuple(Sample(one, one / 2, one / 10, 300 << 20) for one in seconds)
+    return Row(kind, who, "somehow", 1_000_000_000, samples, **more)  # type: ignore[arg-type]
+
+
+READS = Timed(
+    MACHINE,
+    (
+        made_up(Kind.OURS, "weightyard", 0.5, 0.4, 0.8),
+        made_up(Kind.PEER, "hdfs-native", 2.0, 2.5),
+        made_up(Kind.PEER, "other", 1.0),
+        made_up(Kind.PEER, "absent", failed="no compiler"),
+        made_up(Kind.LIMIT, "loopback", 0.25),
+    ),
+)
+BIG = Footprint("write", tensor_bytes=4 << 30, peak_rss_bytes=5 << 30, seconds=9.0)
+
+
+def test_ratios_compare_best_with_best() -> None:
+    ratios = {ratio.what: ratio.value for ratio in report.ratios_of(READS.rows)}
+    by_rival = {what.partition("against ")[2]: value for what, value in ratios.items()}
+    assert by_rival == pytest.approx(
+        {
+            "hdfs-native, somehow (500 MB/s)": 5.0,
+            "the fastest peer, other, somehow (1000 MB/s)": 2.5,
+            "the limit, loopback, somehow (4000 MB/s)": 0.625,
+        }
+    )
+
+
+def test_rows_of_different_groups_are_not_compared() -> None:
+    rows = [
+        made_up(Kind.OURS, "weightyard", 1.0, group="one copy"),
+        made_up(Kind.PEER, "peer", 2.0, group="one copy"),
+        made_up(Kind.OURS, "weightyard", 4.0, group="two copies"),
+        made_up(Kind.PEER, "peer", 4.0, group="two copies"),
+    ]
+    assert [ratio.value for ratio in report.ratios_of(rows)] == pytest.approx([2.0, 1.0])
+
+
+def test_a_peer_with_fresh_memory_is_compared_with_our_fresh_memory() -> None:
+    rows = [
+        made_up(Kind.OURS, "weightyard", 0.1),
+        made_up(Kind.OURS, "weightyard", 0.5, is_fresh=True),
+        made_up(Kind.PEER, "peer", 1.0, is_fresh=True),
+    ]
+    assert [ratio.value for ratio in report.ratios_of(rows)] == pytest.approx([2.0])
+
+
+def test_the_page_shows_rates_spread_and_what_failed() -> None:
+    page = report.render(Results(reads=READS, memory=Memory(MACHINE, (BIG,))))
+    assert "| weightyard | somehow | **2500** | 50% | 2.50 |" in page
+    assert "absent, somehow: no result: no compiler" in page
+    assert "| write | 4.00 | 5120 | 1024 | **no** |" in page
+    assert "a processor" in page
+
+
+def test_sections_not_measured_again_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command, "RESULTS", tmp_path / "results.json")
+    monkeypatch.setattr(command, "PAGE", tmp_path / "docs" / "page.md")
+    before = Results(reads=READS, codec=Table(MACHINE, {"rates": [{"codec": "raw", "left": 1.0}]}))
+    command.write_results(before)
+    kept = command.read_results(tmp_path / "results.json")
+    after = msgspec.structs.replace(kept, memory=Memory(MACHINE, (BIG,)))
+    command.write_results(after)
+    assert command.read_results(tmp_path / "results.json") == after
+    assert after.reads == READS
+    assert "| raw | 1.000 |" in (tmp_path / "docs" / "page.md").read_text()
