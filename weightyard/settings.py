@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ipaddress
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -61,13 +62,35 @@ class Settings(BaseSettings):
     deadline_s: float = Field(default=30.0, gt=0, le=3600)
     """How long a call on the store may take, retries and all."""
 
+    proxy_header: str | None = Field(default=None, pattern=r"^[A-Za-z0-9-]{1,64}$")
+    """The header in which a proxy that signs users on tells the service who is asking."""
+
+    proxy_addresses: Annotated[tuple[str, ...], NoDecode] = ()
+    """From where that header is believed: addresses or networks, comma separated."""
+
+    proxy_role: Literal["read", "write", "admin"] | None = None
+    """What users of the proxy may do that have no token of their name. None: nothing."""
+
+    spool: Path | None = None
+    """Where the service keeps files on their way into the store. None: below `cache`."""
+
+    spool_bytes: int = Field(default=64 << 30, ge=1)
+    """How much of it the service may use; no file sent through it is longer."""
+
     test_hdfs: str | None = None
     """A running HDFS for the tests, instead of a mini cluster: `hdfs://…`."""
 
-    @field_validator("webhdfs", mode="before")
+    @field_validator("webhdfs", "proxy_addresses", mode="before")
     @classmethod
     def _split_commas(cls, value: Any) -> Any:
         return tuple(filter(None, value.split(","))) if isinstance(value, str) else value
+
+    @field_validator("proxy_addresses")
+    @classmethod
+    def _are_networks(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for network in value:
+            ipaddress.ip_network(network, strict=False)
+        return value
 
     def __init__(self, **values: Any) -> None:
         try:

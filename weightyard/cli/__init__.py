@@ -1,0 +1,73 @@
+"""The command line. One module per command; each imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from typing import Annotated
+
+import typer
+
+from weightyard.cli import alias, cluster, db, diff, init, load, ls, pull, push, rm, show
+from weightyard.cli.panels import Panel
+from weightyard.cli.session import (
+    JsonOption,
+    QuietOption,
+    Session,
+    TokenOption,
+    YardOption,
+)
+from weightyard.errors import YardError
+
+app = typer.Typer(
+    name="weightyard",
+    help="Versioned model weights on HDFS, and the fastest way from HDFS onto a device.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(rich_help_panel=Panel.MODELS)(push.push)
+app.command(rich_help_panel=Panel.MODELS)(pull.pull)
+app.command(rich_help_panel=Panel.MODELS)(ls.ls)
+app.command(rich_help_panel=Panel.MODELS)(show.show)
+app.command(rich_help_panel=Panel.MODELS)(diff.diff)
+app.add_typer(alias.app, name="alias", rich_help_panel=Panel.MODELS)
+app.command(rich_help_panel=Panel.MODELS)(rm.rm)
+app.command(rich_help_panel=Panel.MODELS)(load.load)
+app.command(rich_help_panel=Panel.OPERATE)(init.init)
+app.add_typer(db.app, name="db", rich_help_panel=Panel.OPERATE)
+app.add_typer(cluster.app, name="cluster", rich_help_panel=Panel.DEVELOP)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        from importlib.metadata import version
+
+        typer.echo(f"weightyard {version('weightyard')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    ctx: typer.Context,
+    yard: YardOption = None,
+    token: TokenOption = None,
+    as_json: JsonOption = False,
+    quiet: QuietOption = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    ctx.obj = Session(yard, token, as_json, quiet)
+
+
+def main() -> None:
+    """Run the command line; an error of weightyard becomes a message and its exit code."""
+    # So that an upload that is ended by its scheduler gives back what it holds.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        app()
+    except YardError as why:
+        typer.echo(f"weightyard: {why}", err=True)
+        sys.exit(why.exit_code)

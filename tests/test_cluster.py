@@ -1,0 +1,347 @@
+"""The mini cluster keeps its word: whoever tests on it relies on this."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import hdfs_native
+import pytest
+
+from weightyard.errors import BadSetting, ClusterFailed
+from weightyard.testing.cluster import MiniCluster, damage
+from weightyard.testing.cluster.configuration import ClusterPlan
+from weightyard.testing.cluster.jars import hadoop_home
+from weightyard.testing.cluster.observed import webhdfs
+from weightyard.testing.cluster.processes import Leash, ProcessIdentity
+
+CONTENT = bytes(range(256)) * 4096
+
+
+def client_of(cluster: MiniCluster) -> hdfs_native.Client:
+    return hdfs_native.Client(cluster.url, dict(cluster.client_properties))
+
+
+def write(cluster: MiniCluster, content: bytes = CONTENT) -> str:
+    """A new file of this content; its path."""
+    path = f"{urlsplit(cluster.fresh_dir()).path}/file"
+    client = client_of(cluster)
+    client.mkdirs(path.rpartition("/")[0], create_parent=True)
+    with client.create(path) as file:
+        file.write(content)
+    # Closing a file waits for one replica; the others are reported soon after.
+    cluster.wait_for_replication(path, min(3, len(cluster.datanodes)))
+    return path
+
+
+def read(cluster: MiniCluster, path: str) -> bytes:
+    with client_of(cluster).read(path) as file:
+        return bytes(file.read())
+
+
+def locations(cluster: MiniCluster, path: str) -> list[Any]:
+    """Where the NameNode says a file's blocks are."""
+    answer = webhdfs(cluster.active.plan.http, path, "GET_BLOCK_LOCATIONS")
+    return list(answer["LocatedBlocks"]["locatedBlocks"])
+
+
+def eventually(condition: Callable[[], object], within_s: float = 20) -> bool:
+    give_up = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+@pytest.fixture
+def sleeper(tmp_path: Path) -> Iterator[Callable[[Leash], subprocess.Popen[bytes]]]:
+    """Starts a process that does nothing, on a leash."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(leash: Leash) -> subprocess.Popen[bytes]:
+        with (tmp_path / "log").open("wb") as log:
+            started.append(leash.start(("sleep", "100"), log=log, env={}, cwd=tmp_path))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+class TestProcesses:
+    def test_a_pid_that_changed_hands_is_left_alone(self) -> None:
+        me = ProcessIdentity.of(os.getpid())
+        assert me is not None
+        assert me.is_alive
+        stranger = ProcessIdentity(me.pid, me.start_ticks - 1, me.boot)
+        assert not stranger.is_alive
+        assert not stranger.send(signal.SIGCONT)
+        assert not ProcessIdentity(me.pid, me.start_ticks, "an earlier boot").send(signal.SIGCONT)
+
+    def test_what_was_started_in_a_thread_outlives_the_thread(
+        self, sleeper: Callable[[Leash], subprocess.Popen[bytes]]
+    ) -> None:
+        leash = Leash()
+        threads = [threading.Thread(target=sleeper, args=(leash,)) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        last = sleeper(leash)
+        time.sleep(0.2)
+        assert last.poll() is None
+        leash.close()
+        assert last.wait(5) == -signal.SIGKILL
+
+    def test_what_was_released_lives_on(
+        self, sleeper: Callable[[Leash], subprocess.Popen[bytes]], tmp_path: Path
+    ) -> None:
+        leash = Leash(tmp_path)
+        process = sleeper(leash)
+        leash.release()
+        assert process.poll() is None
+        assert tmp_path.is_dir()
+
+
+class TestPlan:
+    @pytest.mark.parametrize(
+        "wrong", [{"datanodes": 0}, {"datanodes": 17}, {"racks": ()}, {"racks": ("a/../b",)}]
+    )
+    def test_a_cluster_that_cannot_be_is_refused(self, wrong: dict[str, Any]) -> None:
+        with pytest.raises(BadSetting):
+            ClusterPlan.on_loopback(range(64), **wrong)
+
+    def test_every_daemon_has_ports_of_its_own(self) -> None:
+        plan = ClusterPlan.on_loopback(range(64), datanodes=16, ha=True)
+        nodes = plan.datanodes
+        ports = [p for one in nodes for p in (one.transfer_port, one.ipc_port, one.http_port)]
+        ports += [p for one in plan.namenodes for p in (one.rpc_port, one.http_port)]
+        assert len(set(ports)) == len(ports)
+        assert len({one.host for one in nodes}) == 16
+        assert [one.rack for one in nodes[:4]] == ["/rack-a", "/rack-a", "/rack-b", "/rack-a"]
+
+
+def test_a_missing_resolver_is_named_with_the_extra_that_brings_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jgo.config", None)
+    with pytest.raises(ClusterFailed, match=r"weightyard\[cluster\]"):
+        hadoop_home(tmp_path)
+    assert not any(path.is_dir() for path in tmp_path.iterdir())
+
+
+@pytest.mark.cluster
+class TestSharedCluster:
+    def test_replicas_lie_on_three_datanodes_in_two_racks(self, cluster: MiniCluster) -> None:
+        path = write(cluster)
+        assert {one.name for one in cluster.replicas(path)[0]} == {"dn1", "dn2", "dn3"}
+        (block,) = locations(cluster, path)
+        assert {at["hostName"]: at["networkLocation"] for at in block["locations"]} == {
+            "127.0.0.11": "/rack-a",
+            "127.0.0.12": "/rack-a",
+            "127.0.0.13": "/rack-b",
+        }
+        assert read(cluster, path) == CONTENT
+
+    def test_replica_files_hold_the_bytes_of_the_file(self, cluster: MiniCluster) -> None:
+        files = cluster.replica_files(write(cluster))
+        assert sorted(one.datanode.name for one in files) == ["dn1", "dn2", "dn3"]
+        for one in files:
+            assert one.path.read_bytes() == CONTENT
+            assert one.meta.is_file()
+
+    def test_a_damaged_replica_is_noticed_by_hdfs_and_read_elsewhere(
+        self, cluster: MiniCluster
+    ) -> None:
+        path = write(cluster)
+        for replica in cluster.replica_files(path)[:2]:
+            damage(replica, offset=1000, length=3)
+            assert replica.path.read_bytes()[1000:1003] != CONTENT[1000:1003]
+        assert read(cluster, path) == CONTENT
+
+    def test_hidden_damage_is_served_as_if_it_were_right(self, cluster: MiniCluster) -> None:
+        path = write(cluster)
+        for replica in cluster.replica_files(path):
+            damage(replica, offset=510, length=4, hide=True)
+        wrong = read(cluster, path)
+        assert wrong[:510] + wrong[514:] == CONTENT[:510] + CONTENT[514:]
+        assert wrong[510:514] == bytes(byte ^ 0xFF for byte in CONTENT[510:514])
+
+    def test_a_killed_datanode_comes_back_with_its_blocks(self, cluster: MiniCluster) -> None:
+        path = write(cluster)
+        victim = cluster.replicas(path)[0][0]
+        victim.kill()
+        assert not victim.is_running
+        assert read(cluster, path) == CONTENT
+        cluster.restart(victim)
+        cluster.wait_for_replication(path, 3)
+        assert victim in cluster.replicas(path)[0]
+
+    def test_a_paused_datanode_serves_again_when_resumed(self, cluster: MiniCluster) -> None:
+        datanode = cluster.datanodes[0]
+        datanode.pause()
+        assert datanode.is_running
+        datanode.resume()
+        cluster.wait_until_live(datanode)
+
+    def test_a_lone_namenode_cannot_fail_over(self, cluster: MiniCluster) -> None:
+        with pytest.raises(ClusterFailed, match="ha=True"):
+            cluster.fail_over()
+
+
+@pytest.mark.cluster
+def test_clusters_run_side_by_side_and_do_not_mix(
+    cluster: MiniCluster, token_cluster: MiniCluster
+) -> None:
+    ours, theirs = write(cluster, b"ours"), write(token_cluster, b"theirs")
+    assert cluster.url != token_cluster.url
+    assert read(cluster, ours) == b"ours"
+    assert read(token_cluster, theirs) == b"theirs"
+
+
+@pytest.mark.cluster
+def test_the_other_namenode_takes_over_when_the_active_one_is_killed(
+    ha_cluster: MiniCluster,
+) -> None:
+    path = write(ha_cluster)
+    killed = ha_cluster.active
+    killed.kill()
+    ha_cluster.fail_over()
+    assert ha_cluster.active is not killed
+    assert read(ha_cluster, path) == CONTENT
+    ha_cluster.restart(killed)
+    assert ha_cluster.active is not killed
+
+
+@pytest.mark.cluster
+def test_daemons_and_their_folder_go_when_the_parent_is_killed(tmp_path: Path) -> None:
+    script = """
+        import sys, threading, time
+        from weightyard.testing import MiniCluster
+
+        def start():
+            cluster = MiniCluster(racks=("a",)).__enter__()
+            print(cluster.folder, *(one.identity.pid for one in kept(cluster)), flush=True)
+
+        def kept(cluster):
+            return (*cluster.namenodes, *cluster.datanodes)
+
+        thread = threading.Thread(target=start)
+        thread.start()
+        thread.join()
+        time.sleep(300)
+    """
+    parent = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(script)], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        folder, *pids = parent.stdout.readline().split()
+        daemons = [ProcessIdentity.of(int(pid)) for pid in pids]
+        assert len(daemons) == 2
+        assert all(one and one.is_alive for one in daemons)
+        parent.kill()
+        parent.wait(10)
+    assert eventually(lambda: not any(one and one.is_alive for one in daemons))
+    assert eventually(lambda: not Path(folder).exists())
+
+
+@pytest.mark.cluster
+def test_a_daemon_that_does_not_start_is_named_with_its_log() -> None:
+    wrong = {"dfs.datanode.handler.count": "many"}
+    with (
+        pytest.raises(ClusterFailed, match=r'(?s)dn1 ended:.*"many"'),
+        MiniCluster(racks=("a",), properties=wrong),
+    ):
+        pass
+
+
+@pytest.mark.cluster
+class TestCommandLine:
+    """`weightyard cluster` as a user runs it."""
+
+    def test_a_cluster_is_up_until_it_is_taken_down(self, tmp_path: Path) -> None:
+        folder = tmp_path / "cluster"
+        started = weightyard("up", "--racks", "a", "--dir", str(folder))
+        try:
+            assert started.returncode == 0, started.stderr
+            assert started.stdout.startswith(f"export HADOOP_CONF_DIR={folder}/conf WEIGHTYARD_")
+            shown = json.loads(weightyard("status", "--json", "--dir", str(folder)).stdout)
+            assert shown["ready"]
+            assert shown["live_datanodes"] == 1
+            assert [one["name"] for one in shown["daemons"]] == ["nn1", "dn1"]
+            again = weightyard("up", "--dir", str(folder))
+            assert again.returncode == ClusterFailed.exit_code
+            assert "has a running cluster" in again.stderr
+            assert "Traceback" not in again.stderr
+            daemons = [ProcessIdentity.of(one["pid"]) for one in shown["daemons"]]
+            assert all(one and one.is_alive for one in daemons)
+        finally:
+            ended = weightyard("down", "--dir", str(folder))
+        assert ended.returncode == 0, ended.stderr
+        assert not any(one and one.is_alive for one in daemons)
+        assert not folder.exists()
+        assert weightyard("status", "--dir", str(folder)).returncode == 1
+
+    def test_down_spares_a_process_that_was_given_a_recorded_pid(self, tmp_path: Path) -> None:
+        stranger = subprocess.Popen(["sleep", "100"])
+        identity = ProcessIdentity.of(stranger.pid)
+        assert identity is not None
+        record = {
+            "url": "hdfs://127.0.0.1:1",
+            "conf_dir": str(tmp_path / "conf"),
+            "namenode_http": ["127.0.0.1:1"],
+            "daemons": [
+                {
+                    "name": "nn1",
+                    "http": "127.0.0.1:1",
+                    "pid": stranger.pid,
+                    "start_ticks": identity.start_ticks - 1,
+                    "boot": identity.boot,
+                }
+            ],
+        }
+        (tmp_path / "cluster.json").write_text(json.dumps(record))
+        try:
+            assert weightyard("down", "--dir", str(tmp_path)).returncode == 0
+            assert stranger.poll() is None
+        finally:
+            stranger.kill()
+            stranger.wait()
+
+    def test_a_folder_with_other_things_in_it_is_refused(self, tmp_path: Path) -> None:
+        (tmp_path / "thesis.txt").write_text("years of work")
+        refused = weightyard("up", "--dir", str(tmp_path))
+        assert refused.returncode == ClusterFailed.exit_code
+        assert weightyard("down", "--dir", str(tmp_path)).returncode == 0
+        assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_an_error_is_a_message_and_a_code_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    refused = weightyard("up", "--dir", str(tmp_path / "file"))
+    assert refused.returncode == BadSetting.exit_code
+    assert refused.stderr.startswith("weightyard: ")
+    assert len(refused.stderr.splitlines()) == 1
+
+
+def weightyard(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(Path(sys.executable).with_name("weightyard")), "cluster", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
