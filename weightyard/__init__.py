@@ -1,28 +1,38 @@
 """weightyard: versioned model weights on HDFS, and the fastest way from HDFS onto a device.
 
-import weightyard
+    import weightyard
 
-with weightyard.open() as yard:
-    yard.push("./model", "team/bert", alias="prod")
-    weights = yard.load("team/bert@prod")
+    with weightyard.open() as yard:
+        yard.push("./model", "team/bert", alias="prod")
+        weights = yard.load("team/bert@prod")
+
+What is not used is not imported: neither torch nor a database until something needs it.
 """
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from weightyard.yard import Yard
-from weightyard.yard import open_yard as open
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+    from pathlib import Path
 
     import torch
 
     from weightyard.records import Pushed
+    from weightyard.yard import Yard
 
 __all__ = ["Yard", "load", "open", "pull", "push"]
+
+
+def open(url: str | None = None, *, token: str | None = None) -> Yard:
+    """Open a yard: `http(s)://…` of a service, `hdfs://…`, `viewfs://…`, `file://…` or a folder.
+
+    Without a URL: what WEIGHTYARD_URL or WEIGHTYARD_STORE says, else a folder in your home.
+    """
+    from weightyard.yard import open_yard
+
+    return open_yard(url, token=token)
 
 
 def push(source: str | Path | Mapping[str, Any], name: str, **options: Any) -> Pushed:
@@ -41,3 +51,11 @@ def load(ref: str, **options: Any) -> dict[str, torch.Tensor]:
     """`Yard.load` on the default yard."""
     with open() as yard:
         return yard.load(ref, **options)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Yard":
+        from weightyard.yard import Yard
+
+        return Yard
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,6 +14,12 @@ PACKS, MANIFESTS, STAGING, MODELS, JOURNAL = FOLDERS
 YARD = StorePath("yard.json")
 """Written once: format version, yard id, registry id, block size."""
 
+OWNERS = StorePath("owners")
+"""Who a store belongs to since it changed hands: numbered files, the highest counts."""
+
+DAMAGED = StorePath("damaged")
+"""Where `heal` puts files whose bytes are wrong, out of the way of good ones. Nobody reads them."""
+
 
 def pack(pack: PackId) -> StorePath:
     return StorePath(f"{PACKS}/{pack.hex[:2]}/{pack.hex}")
@@ -43,6 +49,14 @@ def next_attempt(staged: StorePath) -> StorePath:
 
 def record(model: ModelName, number: int) -> StorePath:
     return StorePath(f"{MODELS}/{model.project}/{model.name}/v{number}.json")
+
+
+def owner(generation: int) -> StorePath:
+    return StorePath(f"{OWNERS}/{generation:06d}.json")
+
+
+def set_aside(path: StorePath, attempt: int) -> StorePath:
+    return StorePath(f"{DAMAGED}/{path.text.rpartition('/')[2]}.{attempt}")
 
 
 def journal(sequence: int) -> StorePath:

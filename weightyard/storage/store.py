@@ -129,7 +129,7 @@ class Ownership:
     owner: str | None = None
     group: str | None = None
     folder_mode: int = 0o755
-    file_mode: int = 0o644
+    """Files get the same without the x bits."""
 
 
 class Stage(ABC):

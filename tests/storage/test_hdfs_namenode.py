@@ -1,0 +1,203 @@
+from __future__ import annotations
+
+import json
+import random
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import parse_qsl, urlsplit
+
+import pytest
+
+from weightyard.errors import StoreUnavailable
+from weightyard.settings import Settings
+from weightyard.storage.deadline import Deadline
+from weightyard.storage.hdfs.configuration import Cluster
+from weightyard.storage.hdfs.fallbacks import WebHdfsReads
+from weightyard.storage.hdfs.namenode import STALE_S, NameNode, parse_locations
+from weightyard.storage.hdfs.wire import BlockAccess, BlockToken
+from weightyard.storage.store import Location, Read, StorePath
+
+_PATH = StorePath("packs/ab/x")
+_HEARD_S = 1_794_794_699.8
+
+
+def node(host: str, **changes: object) -> dict[str, Any]:
+    return {
+        "adminState": "NORMAL",
+        "hostName": host,
+        "ipAddr": "10.0.0.1",
+        "infoPort": 9864,
+        "lastUpdate": int(_HEARD_S * 1000),
+        "networkLocation": "/rack-a",
+        "xferPort": 9866,
+        **changes,
+    }
+
+
+def block(offset: int, length: int, *nodes: dict[str, Any], **changes: object) -> dict[str, Any]:
+    token = BlockToken(b"id", b"secret", "HDFS_BLOCK_TOKEN", "")
+    return {
+        "block": {
+            "blockId": 1073741829,
+            "blockPoolId": "BP-1807369563-10.0.0.1-1794794625998",
+            "generationStamp": 1005,
+            "numBytes": length,
+            **changes,
+        },
+        "blockToken": {"urlString": token.to_url_string()},
+        "isCorrupt": False,
+        "locations": list(nodes),
+        "startOffset": offset,
+        "storageTypes": ["DISK"],
+    }
+
+
+def answer(length: int, *blocks: dict[str, Any], **changes: object) -> dict[str, Any]:
+    return {
+        "LocatedBlocks": {
+            "fileLength": length,
+            "isLastBlockComplete": True,
+            "isUnderConstruction": False,
+            "locatedBlocks": list(blocks),
+            **changes,
+        }
+    }
+
+
+def parse(found: dict[str, Any], *, by_host: bool = False, now_s: float | None = None) -> Location:
+    return parse_locations(json.dumps(found).encode(), _PATH, by_host, now_s)
+
+
+_TWO = answer(
+    700,
+    block(0, 512, node("one"), node("two", xferPort=1)),
+    block(512, 188, node("two", networkLocation="/rack-b", adminState="DECOMMISSION_INPROGRESS")),
+)
+
+
+def test_spans_say_where_each_byte_is_and_how_to_get_it() -> None:
+    location = parse(_TWO)
+    assert location.length == 700
+    assert [(span.offset, span.length) for span in location.spans] == [(0, 512), (512, 188)]
+    first, second = location.spans
+    assert [replica.datanode for replica in first.replicas] == ["10.0.0.1:9866", "10.0.0.1:1"]
+    assert [replica.host for replica in first.replicas] == ["one", "two"]
+    assert second.replicas[0].rack == "/rack-b"
+    assert second.replicas[0].state == "decommissioning"
+    assert isinstance(first.access, BlockAccess)
+    assert first.access.token.password == b"secret"
+    assert "secret" not in repr(location)
+
+
+def test_datanodes_are_reached_by_host_name_where_configured() -> None:
+    assert parse(_TWO, by_host=True).spans[0].replicas[0].datanode == "one:9866"
+
+
+def test_a_datanode_not_heard_of_is_marked_stale() -> None:
+    now_s = _HEARD_S + STALE_S
+    assert parse(_TWO, now_s=now_s - 2).spans[0].replicas[0].state == "normal"
+    assert parse(_TWO, now_s=now_s + 2).spans[0].replicas[0].state == "stale"
+
+
+def test_erasure_coded_blocks_are_not_for_direct_reads() -> None:
+    striped = answer(5, block(0, 5, node("one"), blockId=-9223372036854775792))
+    assert parse(striped).spans[0].access is None
+
+
+def test_a_gateways_answer_without_block_ids_still_locates() -> None:
+    gateway = answer(5, {"startOffset": 0, "length": 5, "hosts": ["one"], "names": ["one:9866"]})
+    (span,) = parse(gateway).spans
+    assert (span.offset, span.length, span.access) == (0, 5, None)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        answer(700, block(0, 512, node("one"))),
+        answer(512, block(1, 511, node("one"))),
+        answer(1024, block(0, 512), block(256, 768)),
+        answer(512, block(0, 512, node("one", xferPort=70000))),
+        answer(512, block(0, 512, node("o\nne"))),
+        answer(-1, block(0, -1)),
+        answer(2**70, block(0, 2**70)),
+        answer(512, block(0, 512), isUnderConstruction=True),
+        {"RemoteException": {}},
+        {"LocatedBlocks": None},
+    ],
+)
+def test_an_answer_that_does_not_hold_together_is_refused(found: dict[str, Any]) -> None:
+    with pytest.raises(StoreUnavailable):
+        parse(found)
+
+
+def test_ten_thousand_damaged_answers_give_nothing_but_typed_errors() -> None:
+    chance = random.Random(2)
+    whole = json.dumps(_TWO).encode()
+    refused = 0
+    for _ in range(10_000):
+        raw = bytearray(whole)
+        for _ in range(chance.randint(1, 3)):
+            at = chance.randrange(len(raw))
+            raw[at : at + chance.randint(0, 3)] = chance.choice(
+                [b"", b"9", b"-", b'"', b"]", b"{", b"null", b"\xff", b"1e400", b"9" * 25]
+            )
+        try:
+            location = parse_locations(bytes(raw), _PATH, False, _HEARD_S)
+        except StoreUnavailable:
+            refused += 1
+        else:
+            assert location.length == sum(span.length for span in location.spans)
+    assert refused > 5000
+
+
+def test_deep_nesting_is_refused_without_a_crash() -> None:
+    with pytest.raises(StoreUnavailable):
+        parse_locations(b'{"LocatedBlocks":' * 100_000, _PATH, False)
+
+
+class OldGateway(BaseHTTPRequestHandler):
+    """Answers as HttpFS of Hadoop 3.3 does: no locations, and bytes without a redirect."""
+
+    content = bytes(range(256)) * 10
+
+    def do_GET(self) -> None:
+        query = dict(parse_qsl(urlsplit(self.path).query))
+        match query["op"]:
+            case "GETFILESTATUS":
+                status = {"length": len(self.content), "type": "FILE", "permission": "644"}
+                self.answer(200, json.dumps({"FileStatus": status}).encode())
+            case "OPEN":
+                start = int(query["offset"])
+                self.answer(200, self.content[start : start + int(query["length"])])
+            case other:
+                said = f"java.lang.IllegalArgumentException: No enum constant Operation.{other}"
+                error = {"message": said, "exception": "QueryParamException"}
+                self.answer(500, json.dumps({"RemoteException": error}).encode())
+
+    def answer(self, code: int, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_a_gateway_that_knows_no_locations_still_serves_bytes() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), OldGateway) as gateway:
+        thread = threading.Thread(target=gateway.serve_forever, daemon=True)
+        thread.start()
+        url = f"http://127.0.0.1:{gateway.server_port}"
+        settings = Settings(hadoop_conf_dir=None, webhdfs=(url,))
+        namenode = NameNode(Cluster.of("hdfs://nn:8020/yard", settings))
+        location = namenode.locate(_PATH, Deadline.after(10))
+        assert location.length == len(OldGateway.content)
+        assert [(span.replicas, span.access) for span in location.spans] == [((), None)]
+        out = bytearray(1000)
+        WebHdfsReads(namenode).read(location, [Read(77, memoryview(out))], Deadline.after(10))
+        assert out == OldGateway.content[77:1077]
+        namenode.close()
+        gateway.shutdown()
+        thread.join(5)

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlencode, urlsplit
+
+import pytest
+
+from weightyard.errors import BadSetting, FileMissing, StoreFull, StoreUnavailable
+from weightyard.names import PackId, UploadId
+from weightyard.settings import Settings
+from weightyard.storage import layout
+from weightyard.storage.hdfs.configuration import Configuration
+from weightyard.storage.hdfs.store import HdfsStore
+from weightyard.storage.retry import RetryingStore
+from weightyard.storage.store import FileOptions, Ownership, Store, StorePath
+from weightyard.testing.cluster import MiniCluster
+from weightyard.testing.store_contract import StoreContract, files_of, get, put, stage
+
+pytestmark = pytest.mark.cluster
+
+
+def opened(cluster: MiniCluster, url: str | None = None, deadline_s: float = 30) -> HdfsStore:
+    settings = Settings(hadoop_conf_dir=cluster.conf_dir, deadline_s=deadline_s)
+    return HdfsStore(url or cluster.fresh_dir(), settings)
+
+
+@pytest.fixture
+def store(cluster: MiniCluster) -> Iterator[HdfsStore]:
+    with opened(cluster) as store:
+        store.init()
+        yield store
+
+
+def webhdfs(cluster: MiniCluster, method: str, url: str, **query: object) -> dict[str, object]:
+    user = opened(cluster)._cluster.user
+    path = urlsplit(url).path
+    request = urllib.request.Request(
+        f"{cluster.http_addresses[0]}/webhdfs/v1{path}?{urlencode({'user.name': user, **query})}",
+        method=method,
+    )
+    with urllib.request.urlopen(request, timeout=10) as answer:
+        return dict(json.loads(answer.read() or b"{}"))
+
+
+class TestHdfsStore(StoreContract):
+    @pytest.fixture
+    def store(self, cluster: MiniCluster) -> Iterator[Store]:
+        with opened(cluster) as store:
+            yield store
+
+
+class TestHdfsStoreWithBlockTokens(StoreContract):
+    @pytest.fixture
+    def store(self, token_cluster: MiniCluster) -> Iterator[Store]:
+        with opened(token_cluster) as store:
+            yield store
+
+
+class TestHdfsStoreWithTwoNameNodes(StoreContract):
+    @pytest.fixture
+    def store(self, ha_cluster: MiniCluster) -> Iterator[Store]:
+        with opened(ha_cluster) as store:
+            yield store
+
+
+def test_a_planned_file_lies_in_one_hdfs_block(store: HdfsStore) -> None:
+    content = os.urandom(5 << 20)
+    for planned, spans in ((len(content), 1), (2 << 20, 3)):
+        path = put(store, content, FileOptions(replication=1, planned_bytes=planned))
+        assert len(store.locate(path).spans) == spans
+        assert get(store, path) == content
+
+
+def test_a_policy_holds_from_the_first_byte(cluster: MiniCluster, store: HdfsStore) -> None:
+    path = put(store, b"x" * 1000, FileOptions(replication=1, policy="ALL_SSD"))
+    (file,) = cluster.replica_files(f"{store.url}/{path}")
+    assert "/ssd/" in str(file.path)
+
+
+def test_a_full_quota_is_said_so_and_leaves_nothing(cluster: MiniCluster, store: HdfsStore) -> None:
+    webhdfs(cluster, "PUT", store.url, op="SETQUOTA", storagespacequota=2 << 20)
+    upload = UploadId.new()
+
+    def write_too_much() -> None:
+        with store.stage(
+            layout.staging(upload, "p"), FileOptions(replication=1, planned_bytes=4 << 20)
+        ) as writing:
+            writing.write(bytes(4 << 20))
+            writing.close()
+
+    with pytest.raises(StoreFull):
+        write_too_much()
+    assert files_of(store, upload) == []
+    put(store, b"small", FileOptions(replication=1, planned_bytes=5))
+
+
+def test_two_users_of_a_group_work_in_each_others_folders(cluster: MiniCluster) -> None:
+    url = cluster.fresh_dir()
+    with opened(cluster, url) as store:
+        store.init(Ownership(owner="alice", group="team", folder_mode=0o770, file_mode=0o660))
+    script = """
+import sys
+from weightyard.names import *
+from weightyard.settings import Settings
+from weightyard.storage import layout
+from weightyard.storage.hdfs.store import HdfsStore
+from weightyard.testing.store_contract import *
+store = HdfsStore(sys.argv[1], Settings())
+for path in map(StorePath, sys.argv[2:]):
+    assert get(store, path) == b"of alice"
+    assert store.delete(path)
+upload = UploadId("ab" * 16)
+path = layout.pack(PackId("cd" + PackId.new().hex[2:]))
+with store.stage(layout.staging(upload, path.text[-9:])) as writing:
+    writing.write(b"of alice")
+    store.publish(writing.close(), path)
+print(path)
+"""
+
+    def run(user: str, *arguments: str) -> str:
+        environment = {
+            "PATH": os.environ["PATH"],
+            "HADOOP_CONF_DIR": str(cluster.conf_dir),
+            "WEIGHTYARD_HDFS_USER": user,
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", script, url, *arguments],
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+    of_alice = run("alice")
+    of_bob = run("bob", of_alice)
+    found = webhdfs(cluster, "GET", f"{url}/{of_bob}", op="GETFILESTATUS")["FileStatus"]
+    assert isinstance(found, dict)
+    assert (found["owner"], found["group"], found["permission"]) == ("bob", "team", "660")
+    run("alice", of_bob)
+
+
+def test_a_second_hdfs_user_in_one_process_is_refused(
+    cluster: MiniCluster, store: HdfsStore
+) -> None:
+    settings = Settings(hadoop_conf_dir=cluster.conf_dir, hdfs_user="someone-else")
+    with pytest.raises(BadSetting, match="someone-else"):
+        HdfsStore(store.url, settings)
+
+
+def test_a_store_nobody_made_is_missing(cluster: MiniCluster) -> None:
+    with opened(cluster) as store, pytest.raises(FileMissing):
+        stage(store, b"x")
+
+
+def test_a_namenode_that_hangs_is_an_error_in_time_and_forgiven_later(
+    cluster: MiniCluster,
+) -> None:
+    with opened(cluster, deadline_s=1.5) as store:
+        store.init()
+        path = put(store, b"x")
+        (namenode,) = cluster.namenodes
+
+        def look_on_and_on() -> None:
+            while True:
+                store.stat(path)
+
+        namenode.pause()
+        try:
+            began = time.monotonic()
+            with pytest.raises(StoreUnavailable):
+                look_on_and_on()
+            assert time.monotonic() - began < 3
+        finally:
+            namenode.resume()
+        assert store.stat(path).length == 1
+
+
+def test_a_store_outlives_the_active_namenode(ha_cluster: MiniCluster) -> None:
+    with RetryingStore(opened(ha_cluster)) as store:
+        store.init()
+        path = put(store, b"before")
+        active = ha_cluster.active
+        active.kill()
+        ha_cluster.fail_over()
+        try:
+            assert get(store, path) == b"before"
+            assert get(store, put(store, b"after")) == b"after"
+        finally:
+            ha_cluster.restart(active)
+
+
+def test_a_viewfs_folder_is_a_store(cluster: MiniCluster, tmp_path: Path) -> None:
+    values = dict(Configuration.load(Settings(hadoop_conf_dir=cluster.conf_dir)).values)
+    values["fs.viewfs.mounttable.all.link./mnt"] = cluster.fresh_dir()
+    properties = "".join(
+        f"<property><name>{name}</name><value>{value}</value></property>"
+        for name, value in values.items()
+    )
+    (tmp_path / "core-site.xml").write_text(f"<configuration>{properties}</configuration>")
+    with HdfsStore("viewfs://all/mnt/yard", Settings(hadoop_conf_dir=tmp_path)) as store:
+        store.init()
+        path = put(store, b"mounted")
+        assert get(store, path) == b"mounted"
+        assert [file.path for file in store.list(layout.PACKS)] == [path]
+
+
+def test_files_of_strangers_are_listed_past(cluster: MiniCluster, store: HdfsStore) -> None:
+    path = put(store, b"x")
+    webhdfs(cluster, "PUT", f"{store.url}/packs/_odd%20name", op="MKDIRS")
+    hostile = StorePath("packs/zz")
+    staged = stage(store, b"y")
+    store._namespace.rename(
+        store._cluster.at(staged.path), store._cluster.at(hostile) + "/ö ä", 0o755
+    )
+    assert [file.path for file in store.list(layout.PACKS)] == [path]
+
+
+def test_a_folder_that_someone_removed_is_made_again(store: HdfsStore) -> None:
+    path = layout.pack(PackId.new())
+    staged = [stage(store, b"x"), stage(store, b"y")]
+    for number, one in enumerate(staged):
+        store.publish(one, StorePath(f"{path}.{number}"))
+        with opened_again(store) as other:
+            other.delete(StorePath(f"{path}.{number}"))
+            assert other.delete(StorePath(path.text.rpartition("/")[0]))
+            assert other.delete(StorePath(one.path.text.rpartition("/")[0]))
+    with store.stage(staged[0].path) as writing:
+        writing.write(b"z")
+        store.publish(writing.close(), path)
+    assert get(store, path) == b"z"
+
+
+def opened_again(store: HdfsStore) -> HdfsStore:
+    return HdfsStore(store.url, store._settings)

@@ -1,0 +1,80 @@
+"""The condition of a cluster as a client finds it: for `weightyard doctor`."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from dataclasses import dataclass
+
+from weightyard.errors import FileMissing
+from weightyard.settings import Settings
+from weightyard.storage import layout
+from weightyard.storage.deadline import Deadline
+from weightyard.storage.hdfs.configuration import Cluster
+from weightyard.storage.hdfs.namenode import NameNode
+from weightyard.storage.hdfs.native import Namespace
+
+
+@dataclass(frozen=True, slots=True)
+class FolderCondition:
+    """A folder, or what its place would inherit from."""
+
+    owner: str
+    group: str
+    mode: int
+    is_encrypted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """What the configuration says, before anything is asked."""
+
+    authority: str
+    root: str
+    webhdfs: tuple[str, ...]
+    user: str
+    is_kerberos: bool
+    is_transfer_protected: bool
+    has_configuration: bool
+
+
+class Condition:
+    """Looks at a store's cluster and folder, each question for itself. Changes nothing."""
+
+    def __init__(self, url: str, settings: Settings) -> None:
+        self._cluster = Cluster.of(url, settings)
+        self._limit_s = settings.deadline_s
+
+    @property
+    def settings(self) -> ClusterSettings:
+        cluster = self._cluster
+        return ClusterSettings(
+            authority=cluster.authority,
+            root=cluster.root or "/",
+            webhdfs=cluster.webhdfs,
+            user=cluster.user,
+            is_kerberos=cluster.is_kerberos,
+            is_transfer_protected=cluster.is_transfer_protected,
+            has_configuration=bool(cluster.properties),
+        )
+
+    def is_there(self) -> bool:
+        """Whether the store's folder exists, asked by RPC. Raises Retryable, NotAllowed."""
+        with closing(Namespace(self._cluster, limit_s=self._limit_s)) as namespace:
+            try:
+                return namespace.status(self._cluster.root or "/").isdir
+            except FileMissing:
+                return False
+
+    def packs(self) -> FolderCondition:
+        """The folder of the packs, asked by RPC and WebHDFS. Raises FileMissing."""
+        path = self._cluster.at(layout.PACKS)
+        with closing(Namespace(self._cluster, limit_s=self._limit_s)) as namespace:
+            status = namespace.status(path)
+        with closing(NameNode(self._cluster)) as namenode:
+            is_encrypted = namenode.is_encrypted(layout.PACKS, Deadline.after(self._limit_s))
+        return FolderCondition(status.owner, status.group, status.permission & 0o777, is_encrypted)
+
+    def clock_s(self) -> float:
+        """The NameNode's clock, to a second, asked by WebHDFS."""
+        with closing(NameNode(self._cluster)) as namenode:
+            return namenode.clock_s(Deadline.after(self._limit_s))

@@ -1,0 +1,213 @@
+"""Which cluster a URL means, and how to reach it: Hadoop's own configuration files, read once."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from urllib.parse import urlsplit
+from xml.etree import ElementTree
+
+from weightyard.errors import BadSetting
+from weightyard.settings import Settings
+from weightyard.storage.store import StorePath
+
+_FILES = ("core-site.xml", "hdfs-site.xml")
+_MAX_FILE_BYTES = 16 * 1024 * 1024
+_HTTP_PORT, _HTTPS_PORT = 9870, 9871
+_FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@~-]{0,254}", re.ASCII)
+_AUTHORITY = re.compile(r"[A-Za-z0-9._-]+(?::[0-9]{1,5})?|\[[0-9A-Fa-f:]+\](?::[0-9]{1,5})?")
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """The properties of core-site.xml and hdfs-site.xml; empty without such files."""
+
+    values: Mapping[str, str]
+
+    @classmethod
+    def load(cls, settings: Settings) -> Configuration:
+        """Read the folder the settings name. Raises BadSetting for a file that is not XML."""
+        folder = settings.hadoop_conf_dir
+        if folder is None and settings.hadoop_home is not None:
+            folder = settings.hadoop_home / "etc" / "hadoop"
+        values: dict[str, str] = {}
+        for name in _FILES if folder is not None else ():
+            values.update(_properties(Path(folder or "", name)))
+        return cls(values)
+
+    def get(self, key: str) -> str | None:
+        return self.values.get(key, "").strip() or None
+
+    def is_on(self, key: str) -> bool:
+        return (self.get(key) or "").lower() == "true"
+
+
+@dataclass(frozen=True, slots=True)
+class Cluster:
+    """A cluster and a folder in it: all that a client needs to know before it connects."""
+
+    authority: str
+    """A nameservice, or a NameNode's `host:port`."""
+    root: str
+    """The store's folder: absolute, without a slash at its end."""
+    webhdfs: tuple[str, ...]
+    """`http(s)://host:port` of the NameNodes."""
+    user: str
+    """Who to be where there is no Kerberos."""
+    is_kerberos: bool
+    uses_datanode_hostname: bool
+    is_transfer_protected: bool
+    """DataNodes want SASL or encryption before they send a byte."""
+    properties: Mapping[str, str] = field(repr=False)
+
+    @classmethod
+    def of(cls, url: str, settings: Settings) -> Cluster:
+        """What a URL means: `hdfs://…`, `hdfs:///…` on the default cluster, or `viewfs://…`.
+
+        Raises BadSetting.
+        """
+        configuration = Configuration.load(settings)
+        authority, root = _resolve(url, configuration)
+        return cls(
+            authority=authority,
+            root=root,
+            webhdfs=settings.webhdfs or _namenode_urls(authority, configuration),
+            user=settings.hdfs_user or _own_name(),
+            is_kerberos=(configuration.get("hadoop.security.authentication") or "") == "kerberos",
+            uses_datanode_hostname=configuration.is_on("dfs.client.use.datanode.hostname"),
+            is_transfer_protected=configuration.is_on("dfs.encrypt.data.transfer")
+            or configuration.get("dfs.data.transfer.protection") is not None,
+            properties=configuration.values,
+        )
+
+    @property
+    def url(self) -> str:
+        """For clients that know nameservices; without the folder."""
+        return f"hdfs://{self.authority}"
+
+    def at(self, path: StorePath) -> str:
+        """A store path as HDFS knows it."""
+        return f"{self.root}/{path.text}"
+
+
+def _own_name() -> str:
+    try:
+        return pwd.getpwuid(os.geteuid()).pw_name
+    except KeyError:
+        raise BadSetting("this process's user has no name: set WEIGHTYARD_HDFS_USER") from None
+
+
+def _properties(file: Path) -> dict[str, str]:
+    try:
+        with file.open("rb") as opened:
+            raw = opened.read(_MAX_FILE_BYTES + 1)
+    except FileNotFoundError:
+        return {}
+    except OSError as why:
+        raise BadSetting(f"{file}: {why.strerror}") from why
+    if len(raw) > _MAX_FILE_BYTES:
+        raise BadSetting(f"{file} is over {_MAX_FILE_BYTES} bytes: not a Hadoop configuration")
+    try:
+        tree = ElementTree.fromstring(raw)
+    except ElementTree.ParseError as why:
+        raise BadSetting(f"{file} is not a Hadoop configuration: {why}") from None
+    return {
+        name.strip(): prop.findtext("value", "")
+        for prop in tree.iter("property")
+        if (name := prop.findtext("name"))
+    }
+
+
+def _resolve(url: str, configuration: Configuration) -> tuple[str, str]:
+    """The nameservice or NameNode, and the path there, with mount tables looked up."""
+    scheme, authority, root = _split(url)
+    default = configuration.get("fs.defaultFS")
+    if not authority and default is not None:
+        default_scheme, authority, _ = _split(default)
+        if default_scheme != scheme:
+            raise BadSetting(f"{url}: fs.defaultFS is {default}; name the cluster in the URL")
+    if not authority:
+        raise BadSetting(f"{url} names no cluster, and no fs.defaultFS is configured")
+    if scheme == "hdfs":
+        return authority, root
+    return _mounted(url, authority, root, configuration)
+
+
+def _mounted(url: str, table: str, root: str, configuration: Configuration) -> tuple[str, str]:
+    """Where a viewfs path really is. A store lies in one mount, so this is asked once."""
+    prefix = f"fs.viewfs.mounttable.{table}."
+    mounts = {
+        key.removeprefix(f"{prefix}link.").rstrip("/"): value.strip()
+        for key, value in configuration.values.items()
+        if key.startswith(f"{prefix}link.")
+    }
+    if fallback := configuration.get(f"{prefix}linkFallback"):
+        mounts.setdefault("", fallback)
+    if any(mount.startswith(f"{root}/") for mount in mounts):
+        raise BadSetting(f"{url}: another file system is mounted inside it; choose a folder below")
+    holding = [mount for mount in mounts if root == mount or root.startswith(f"{mount}/")]
+    if not holding:
+        raise BadSetting(f"{url}: no mount of {prefix}link.… in the configuration holds it")
+    mount = max(holding, key=len)
+    scheme, authority, target = _split(mounts[mount])
+    if scheme != "hdfs" or not authority:
+        raise BadSetting(f"{url} is mounted from {mounts[mount]}, which is no hdfs:// cluster")
+    return authority, target + root.removeprefix(mount)
+
+
+def _split(url: str) -> tuple[str, str, str]:
+    parts = urlsplit(url)
+    if parts.scheme not in ("hdfs", "viewfs") or parts.query or parts.fragment:
+        raise BadSetting(f"{url[:200]!a} is not an hdfs://CLUSTER/FOLDER URL")
+    if parts.netloc and not _AUTHORITY.fullmatch(parts.netloc):
+        raise BadSetting(f"{url[:200]!a}: {parts.netloc!a} is no host, host:port or nameservice")
+    names = [name for name in parts.path.split("/") if name]
+    if not all(_FOLDER_NAME.fullmatch(name) for name in names):
+        raise BadSetting(
+            f"{url[:200]!a}: folder names are ASCII letters, digits and ._=+@~-, not beginning "
+            "with a sign"
+        )
+    return parts.scheme, parts.netloc, "".join(f"/{name}" for name in names)
+
+
+def _namenode_urls(authority: str, configuration: Configuration) -> tuple[str, ...]:
+    """Where the NameNodes of a nameservice, or the one NameNode, speak HTTP."""
+    is_https = configuration.get("dfs.http.policy") == "HTTPS_ONLY"
+    scheme, port = ("https", _HTTPS_PORT) if is_https else ("http", _HTTP_PORT)
+    key = f"dfs.namenode.{scheme}-address"
+
+    def address(suffix: str, rpc: str) -> str:
+        configured = configuration.get(key + suffix)
+        host = _host(rpc)
+        if configured is None:
+            return f"{scheme}://{host}:{port}"
+        wildcard = _host(configured) in ("0.0.0.0", "[::]")
+        return (
+            f"{scheme}://{host}:{configured.rpartition(':')[2]}"
+            if wildcard
+            else (f"{scheme}://{configured}")
+        )
+
+    if namenodes := configuration.get(f"dfs.ha.namenodes.{authority}"):
+        suffixes = [f".{authority}.{name.strip()}" for name in namenodes.split(",")]
+    elif configuration.get(f"dfs.namenode.rpc-address.{authority}"):
+        suffixes = [f".{authority}"]
+    else:
+        suffixes = []
+    if suffixes:
+        rpc = [configuration.get(f"dfs.namenode.rpc-address{suffix}") for suffix in suffixes]
+        return tuple(address(*pair) for pair in zip(suffixes, map(str, rpc), strict=True))
+    # The files may be about another cluster than the one the URL names.
+    default = urlsplit(configuration.get("fs.defaultFS") or "").netloc
+    if authority in (default, configuration.get("dfs.namenode.rpc-address")):
+        return (address("", authority),)
+    return (f"{scheme}://{_host(authority)}:{port}",)
+
+
+def _host(address: str) -> str:
+    head, colon, port = address.rpartition(":")
+    return head if colon and port.isdecimal() else address

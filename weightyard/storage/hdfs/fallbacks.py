@@ -1,0 +1,195 @@
+"""Reading where direct reads cannot work: by libhdfs, hdfs-native or WebHDFS.
+
+They choose the replica themselves and copy more, but know SASL, encryption and erasure coding.
+"""
+
+from __future__ import annotations
+
+import http.client
+import ssl
+import threading
+from collections.abc import Sequence
+from contextlib import closing
+from functools import partial
+from typing import Any, Protocol
+from urllib.parse import urlsplit
+
+from weightyard.errors import FileMissing, StaleLocation, StoreUnavailable, Unsupported
+from weightyard.settings import Settings
+from weightyard.storage.deadline import Deadline
+from weightyard.storage.hdfs.configuration import Cluster
+from weightyard.storage.hdfs.namenode import NameNode
+from weightyard.storage.hdfs.native import Namespace
+from weightyard.storage.hdfs.watched import Watched
+from weightyard.storage.store import Location, Read, ReadPath
+
+_PIECE_BYTES = 16 * 1024 * 1024
+_SOCKET_S = 10.0
+
+
+class Fallback(Protocol):
+    """One way to fill buffers from a file."""
+
+    path: ReadPath
+
+    def read(self, location: Location, reads: Sequence[Read], deadline: Deadline) -> None:
+        """Raises Unsupported if this way does not work here at all, FileMissing, StaleLocation,
+        StoreUnavailable, NotAllowed, DeadlineExceeded.
+        """
+
+    def close(self) -> None: ...
+
+
+class NativeReads:
+    """By hdfs-native: checks CRCs and goes to another replica by itself; copies twice."""
+
+    path = ReadPath.NATIVE
+
+    def __init__(self, cluster: Cluster, namespace: Namespace) -> None:
+        self._cluster = cluster
+        self._namespace = namespace
+
+    def read(self, location: Location, reads: Sequence[Read], deadline: Deadline) -> None:
+        doing = f"reading {location.path} by hdfs-native"
+        file = self._cluster.at(location.path)
+        reader = self._namespace.call(doing, lambda client: client.read(file))
+        if len(reader) < location.length:
+            raise StaleLocation(f"{location.path} is shorter than it was")
+        for wanted in reads:
+            for start in range(0, len(wanted.into), _PIECE_BYTES):
+                into = wanted.into[start : start + _PIECE_BYTES]
+                fetch = partial(reader.read_range, wanted.offset + start, len(into))
+                into[:] = self._namespace.watch(doing, deadline.left(doing), fetch)
+
+    def close(self) -> None:
+        pass
+
+
+class WebHdfsReads:
+    """By WebHDFS: a DataNode the NameNode chooses, or a gateway, sends the bytes by HTTP."""
+
+    path = ReadPath.WEBHDFS
+
+    def __init__(self, namenode: NameNode) -> None:
+        self._namenode = namenode
+
+    def read(self, location: Location, reads: Sequence[Read], deadline: Deadline) -> None:
+        for wanted in reads:
+            if len(wanted.into):
+                self._read(location, wanted, deadline)
+
+    def close(self) -> None:
+        pass
+
+    def _read(self, location: Location, wanted: Read, deadline: Deadline) -> None:
+        doing = f"reading {location.path} by WebHDFS"
+        answer = self._namenode.open(location.path, wanted.offset, len(wanted.into))
+        with closing(answer):
+            redirect = answer.headers.get("Location")
+            if redirect is None:
+                return _fill(answer.raw, wanted.into, doing, deadline)
+        url = urlsplit(redirect)
+        limit_s = deadline.left_at_most(_SOCKET_S, doing)
+        connection = (
+            http.client.HTTPSConnection(
+                url.hostname or "",
+                url.port,
+                timeout=limit_s,
+                context=ssl.create_default_context(),
+            )
+            if url.scheme == "https"
+            else http.client.HTTPConnection(url.hostname or "", url.port, timeout=limit_s)
+        )
+        with closing(connection):
+            try:
+                connection.request("GET", f"{url.path}?{url.query}")
+                response = connection.getresponse()
+                if response.status == http.HTTPStatus.NOT_FOUND:
+                    raise FileMissing(f"{location.path} is not there")
+                if response.status != http.HTTPStatus.OK:
+                    raise StoreUnavailable(f"{doing}: {url.netloc} answered {response.status}")
+                _fill(response, wanted.into, doing, deadline)
+            except (OSError, http.client.HTTPException) as why:
+                raise StoreUnavailable(f"{doing}: {url.netloc}: {why!r}") from None
+
+
+class LibhdfsReads:
+    """By libhdfs through pyarrow, where a Hadoop client is installed: a JVM in this process."""
+
+    path = ReadPath.LIBHDFS
+
+    def __init__(self, cluster: Cluster, settings: Settings) -> None:
+        self._cluster = cluster
+        self._settings = settings
+        self._watched = Watched()
+        self._lock = threading.Lock()
+        self._files: Any = None
+        self._why_not: Unsupported | None = None
+
+    def read(self, location: Location, reads: Sequence[Read], deadline: Deadline) -> None:
+        doing = f"reading {location.path} by libhdfs"
+        path = self._cluster.at(location.path)
+
+        def fill() -> None:
+            with self._connected().open_input_file(path) as file:
+                for wanted in reads:
+                    file.seek(wanted.offset)
+                    _fill(file, wanted.into, doing, deadline)
+
+        try:
+            self._watched.call(doing, deadline.left(doing), fill)
+        except FileNotFoundError:
+            raise FileMissing(f"{location.path} is not there") from None
+        except OSError as why:
+            first_line = str(why).split("\n", 1)[0]
+            raise StoreUnavailable(f"{doing}: {first_line[:300]}") from why
+
+    def close(self) -> None:
+        self._watched.close()
+
+    def _connected(self) -> Any:
+        with self._lock:
+            if self._why_not is not None:
+                raise self._why_not
+            if self._files is None:
+                try:
+                    self._files = self._connect()
+                except Unsupported as why:
+                    self._why_not = why
+                    raise
+            return self._files
+
+    def _connect(self) -> Any:
+        # A JVM without Hadoop's classes prints pages, so it is tried only where the settings say
+        # that there is a libhdfs, and once.
+        if not _has_libhdfs(self._settings):
+            raise Unsupported("no libhdfs: HADOOP_HOME or ARROW_LIBHDFS_DIR name none")
+        try:
+            from pyarrow.fs import HadoopFileSystem
+        except ImportError:
+            raise Unsupported("libhdfs needs pyarrow: install weightyard[arrow]") from None
+        host, _, port = self._cluster.authority.partition(":")
+        user = None if self._cluster.is_kerberos else self._cluster.user
+        try:
+            return HadoopFileSystem(host, int(port or 0), user=user)
+        except OSError as why:
+            first_line = str(why).split("\n", 1)[0]
+            raise Unsupported(f"libhdfs does not work: {first_line[:300]}") from why
+
+
+def _has_libhdfs(settings: Settings) -> bool:
+    folders = [settings.libhdfs_dir] if settings.libhdfs_dir else []
+    if settings.hadoop_home:
+        folders.append(settings.hadoop_home / "lib" / "native")
+    return any((folder / "libhdfs.so").is_file() for folder in folders)
+
+
+def _fill(source: Any, into: memoryview, doing: str, deadline: Deadline) -> None:
+    """Read a file-like source until the buffer is full."""
+    rest = into
+    while len(rest):
+        deadline.left(doing)
+        got = source.readinto(rest[: 1 << 20])
+        if not got:
+            raise StaleLocation(f"{doing}: the file ends {len(rest)} bytes early")
+        rest = rest[got:]

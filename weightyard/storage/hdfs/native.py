@@ -1,0 +1,341 @@
+"""Names, folders and writes by hdfs-native, which brings RPC, HA, Kerberos and pipelines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeVar
+
+from hdfs_native import Client, FileStatus, FileWriter, WriteOptions
+from typing_extensions import Buffer
+
+from weightyard.errors import (
+    AlreadyThere,
+    BadSetting,
+    Conflict,
+    FileMissing,
+    NotAllowed,
+    StoreFull,
+    StoreUnavailable,
+    Unsupported,
+    YardError,
+)
+from weightyard.storage.hdfs.configuration import Cluster
+from weightyard.storage.hdfs.watched import Watched
+from weightyard.storage.store import Ownership
+
+_T = TypeVar("_T")
+
+_ANSWER_S = 10.0
+_MIB = 1024 * 1024
+_PIECE_BYTES = 4 * _MIB
+_MAX_KNOWN_FOLDERS = 4096
+
+# hdfs-native alone would try for three minutes to reach a NameNode that is down. RetryingStore
+# tries again, under a deadline and with read-back; here it is enough to find the active one.
+_HASTE = {
+    "dfs.client.failover.max.attempts": "4",
+    "dfs.client.failover.sleep.base.millis": "100",
+    "dfs.client.failover.sleep.max.millis": "500",
+    "dfs.client.socket-timeout": "10000",
+}
+
+
+class Namespace:
+    """The file system by hdfs-native; paths are absolute. Thread-safe, every call is bounded.
+
+    Raises FileMissing, AlreadyThere, NotAllowed, StoreFull, Unsupported and StoreUnavailable.
+    """
+
+    def __init__(self, cluster: Cluster, *, limit_s: float) -> None:
+        if not cluster.is_kerberos:
+            _assume_user(cluster.user)
+        self._cluster = cluster
+        self._answer_s = min(_ANSWER_S, limit_s)
+        self._limit_s = limit_s
+        self._watched = Watched()
+        self._lock = threading.Lock()
+        self._attempt = 0
+        self._client = self._connect()
+        self._known: set[str] = set()
+
+    def status(self, path: str) -> FileStatus:
+        return self.call(f"looking at {path}", lambda client: client.get_file_info(path))
+
+    def list(self, folder: str) -> Iterator[FileStatus]:
+        """All files below a folder. Folders that vanish meanwhile have none."""
+        folders = [folder]
+        while folders:
+            one = folders.pop()
+            try:
+                entries = self.call(f"listing {one}", partial(_entries, one))
+            except FileMissing:
+                continue
+            for entry in entries:
+                if entry.isdir:
+                    folders.append(entry.path)
+                elif entry.path != folder:
+                    yield entry
+
+    def make_folder(self, folder: str, mode: int) -> None:
+        """Make a folder and those above it that are missing, each with this very mode."""
+        if folder in self._known or not folder:
+            return
+        try:
+            is_there = self.status(folder).isdir
+        except FileMissing:
+            is_there = False
+        if not is_there:
+            self.make_folder(folder.rpartition("/")[0], mode)
+            self.call(f"making {folder}", lambda client: client.mkdirs(folder, mode, False))
+        with self._lock:
+            if len(self._known) >= _MAX_KNOWN_FOLDERS:
+                self._known.clear()
+            self._known.add(folder)
+
+    def own(self, folder: str, ownership: Ownership) -> None:
+        """Give a folder its mode, owner and group; asks for nothing that is so already."""
+        now = self.status(folder)
+        mode = ownership.folder_mode
+        if now.permission & 0o7777 != mode:
+            doing = f"setting the mode of {folder}"
+            self.call(doing, lambda client: client.set_permission(folder, mode))
+        owner = ownership.owner if ownership.owner != now.owner else None
+        group = ownership.group if ownership.group != now.group else None
+        if owner is not None or group is not None:
+            doing = f"setting the owner of {folder}"
+            self.call(doing, lambda client: client.set_owner(folder, owner, group))
+
+    def rename(self, source: str, target: str, folder_mode: int) -> None:
+        """Give a file another name, which nobody has; its folder is made if missing."""
+        doing = f"renaming {source} to {target}"
+        self._in_folder(
+            target,
+            folder_mode,
+            lambda: self.call(doing, lambda client: client.rename(source, target, False)),
+        )
+
+    def delete(self, path: str) -> bool:
+        """Remove a file or an empty folder; False if there is none such."""
+        self.forget(path)
+        try:
+            return self.call(f"deleting {path}", lambda client: client.delete(path, False))
+        except _NotEmpty:
+            return False
+
+    def set_replication(self, path: str, replication: int) -> None:
+        doing = f"setting {path}'s replication"
+        if not self.call(doing, lambda client: client.set_replication(path, replication)):
+            raise FileMissing(f"{path} is not there")
+
+    def create(
+        self, path: str, folder_mode: int, replication: int | None, planned_bytes: int | None
+    ) -> Writing:
+        """Open a new file, laid out so that what is planned fits one HDFS block."""
+        options = WriteOptions(
+            # HDFS charges a whole block to the quota while one is written, so no larger than
+            # needed; and at least 1 MiB, the smallest that a NameNode allows.
+            block_size=planned_bytes and -(-planned_bytes // _MIB) * _MIB,
+            replication=replication,
+            permission=folder_mode & 0o666,
+            overwrite=False,
+            create_parent=False,
+        )
+        doing = f"creating {path}"
+        writer = self._in_folder(
+            path,
+            folder_mode,
+            lambda: self.call(doing, lambda client: client.create(path, options)),
+        )
+        return Writing(self, path, writer, self._limit_s)
+
+    def call(self, doing: str, function: Callable[[Client], _T]) -> _T:
+        """Ask a NameNode something."""
+        client = self._client
+        return self.watch(doing, self._answer_s, lambda: function(client), client)
+
+    def watch(
+        self,
+        doing: str,
+        limit_s: float,
+        function: Callable[[], _T],
+        client: Client | None = None,
+    ) -> _T:
+        """One call of hdfs-native, bounded, its errors translated; a client that hangs is left."""
+        try:
+            return self._watched.call(doing, limit_s, function)
+        except StoreUnavailable:
+            if client is not None:
+                self._replace(client)
+            raise
+        except YardError:
+            raise
+        except Exception as why:
+            raise _translated(doing, why) from why
+        except BaseException as why:
+            if type(why).__name__ != "PanicException":
+                raise
+            raise StoreUnavailable(f"{doing}: hdfs-native failed: {why}") from why
+
+    def forget(self, folder: str) -> None:
+        with self._lock:
+            self._known.discard(folder)
+
+    def close(self) -> None:
+        self._watched.close()
+
+    def _in_folder(self, path: str, mode: int, act: Callable[[], _T]) -> _T:
+        """Do what needs a path's folder; make it, and again if someone removed it meanwhile."""
+        folder = path.rpartition("/")[0]
+        self.make_folder(folder, mode)
+        try:
+            return act()
+        except FileMissing:
+            self.forget(folder)
+            try:
+                self.status(folder)
+            except FileMissing:
+                self.make_folder(folder, mode)
+                return act()
+            raise
+
+    def _connect(self) -> Client:
+        properties = {**self._cluster.properties, **_HASTE}
+        key = f"dfs.ha.namenodes.{self._cluster.authority}"
+        if namenodes := properties.get(key):
+            names = namenodes.split(",")
+            first = self._attempt % len(names)
+            properties[key] = ",".join(names[first:] + names[:first])
+        try:
+            return Client(self._cluster.url, config=properties)
+        except (OSError, RuntimeError, ValueError) as why:
+            raise BadSetting(f"{self._cluster.url}: hdfs-native cannot use it: {why}") from why
+
+    def _replace(self, hanging: Client) -> None:
+        """Leave a client that waits for a NameNode which does not answer; ask the next first."""
+        with self._lock:
+            if self._client is hanging:
+                self._attempt += 1
+                self._client = self._connect()
+
+
+def _entries(folder: str, client: Client) -> list[FileStatus]:
+    return [*client.list_status(folder)]
+
+
+class Writing:
+    """A file being written. Dropped without close it stays open: `abort` removes it."""
+
+    def __init__(self, namespace: Namespace, path: str, writer: FileWriter, limit_s: float) -> None:
+        self._namespace = namespace
+        self._limit_s = limit_s
+        self._path = path
+        self._writer: FileWriter | None = writer
+        self._written = 0
+
+    def write(self, data: Buffer) -> None:
+        view = memoryview(data).cast("B")
+        for start in range(0, len(view), _PIECE_BYTES):
+            # hdfs-native takes a memoryview byte by byte, ten times slower than bytes.
+            piece = bytes(view[start : start + _PIECE_BYTES])
+            write = partial(self._open().write, piece)
+            self._namespace.watch(f"writing {self._path}", self._limit_s, write)
+            self._written += len(piece)
+
+    def close(self) -> int:
+        """Close the file, and see that the NameNode has its length; return that."""
+        writer = self._open()
+        self._namespace.watch(f"closing {self._path}", self._limit_s, writer.close)
+        length = self._namespace.status(self._path).length
+        if length != self._written:
+            raise StoreUnavailable(f"{self._path}: wrote {self._written}, has {length} bytes")
+        self._writer = None
+        return length
+
+    def abort(self) -> None:
+        if self._writer is None:
+            return
+        self._writer = None
+        with contextlib.suppress(YardError):
+            self._namespace.delete(self._path)
+
+    def _open(self) -> FileWriter:
+        if self._writer is None:
+            raise ValueError(f"{self._path} is closed")
+        return self._writer
+
+
+class _NotEmpty(Conflict):
+    """A folder with something in it cannot be deleted."""
+
+
+_RPC_ERROR = re.compile(r'(?:Fatal)?RPCError\("(?:[\w.]+\.)?(\w+)", "(.*)', re.DOTALL)
+_LINE_END = re.compile(r"\n|\\n")
+_RUNNING = re.compile(r"There are (\d+) datanode\(s\) running and (\d+|no) node\(s\) are excluded")
+_BY_JAVA_CLASS: dict[str, type[YardError]] = {
+    "FileNotFoundException": FileMissing,
+    "ParentNotDirectoryException": FileMissing,
+    "PathIsNotEmptyDirectoryException": _NotEmpty,
+    "FileAlreadyExistsException": AlreadyThere,
+    "AlreadyBeingCreatedException": AlreadyThere,
+    "AccessControlException": NotAllowed,
+    "AuthorizationException": NotAllowed,
+    "NSQuotaExceededException": StoreFull,
+    "DSQuotaExceededException": StoreFull,
+    "QuotaByStorageTypeExceededException": StoreFull,
+    "MaxDirectoryItemsExceededException": StoreFull,
+    "HadoopIllegalArgumentException": Unsupported,
+    "UnsupportedOperationException": Unsupported,
+}
+_BY_PYTHON_CLASS: tuple[tuple[type[Exception], type[YardError]], ...] = (
+    (FileNotFoundError, FileMissing),
+    (FileExistsError, AlreadyThere),
+    (NotImplementedError, Unsupported),
+)
+_LOGIN_ERRORS = ("SASLError", "GSSAPIError", "NoSASLMechanism")
+
+
+def _translated(doing: str, why: Exception) -> YardError:
+    """hdfs-native's errors as the error tree: it says Java's class and message as text."""
+    text = str(why)
+    kind: type[YardError] = StoreUnavailable
+    for python_class, meant in _BY_PYTHON_CLASS:
+        if isinstance(why, python_class):
+            kind = meant
+    if rpc := _RPC_ERROR.match(text):
+        kind = _BY_JAVA_CLASS.get(rpc[1], StoreUnavailable)
+        text = f"{rpc[1]}: {rpc[2]}"
+        if "replication factor" in text or "less than configured minimum" in text:
+            kind = Unsupported
+        running = _RUNNING.search(text)
+        if running and int(running[1]) > int(running[2].replace("no", "0")):
+            kind = StoreFull
+    elif "encryption zone" in text:
+        kind = Unsupported
+    elif text.startswith(_LOGIN_ERRORS):
+        kind = NotAllowed
+        text = f"{text}; is there a Kerberos ticket (kinit)?"
+    first_line = _LINE_END.split(text, maxsplit=1)[0]
+    return kind(f"{doing}: {first_line[:500]}")
+
+
+_user_lock = threading.Lock()
+_user: str | None = None
+
+
+def _assume_user(user: str) -> None:
+    """Be this user from now on.
+
+    hdfs-native has no parameter for it: it looks at HADOOP_USER_NAME whenever it connects. So a
+    process has one HDFS user, and asking for a second one is refused rather than ignored.
+    """
+    global _user
+    with _user_lock:
+        if _user not in (None, user):
+            raise BadSetting(f"this process is {_user} on HDFS already; be {user} in another one")
+        _user = user
+        os.environ["HADOOP_USER_NAME"] = user

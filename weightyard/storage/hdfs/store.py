@@ -1,0 +1,214 @@
+"""HdfsStore: packs, manifests and records in a folder of HDFS."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from hdfs_native import FileStatus
+from typing_extensions import Buffer
+
+from weightyard.errors import FileMissing, InvalidName, Unsupported, YardError
+from weightyard.logs import Log
+from weightyard.names import UploadId
+from weightyard.settings import Settings
+from weightyard.storage import layout
+from weightyard.storage.deadline import Deadline
+from weightyard.storage.hdfs.configuration import Cluster
+from weightyard.storage.hdfs.datanode import DataNodeReader
+from weightyard.storage.hdfs.fallbacks import Fallback, LibhdfsReads, NativeReads, WebHdfsReads
+from weightyard.storage.hdfs.namenode import Locator, NameNode
+from weightyard.storage.hdfs.native import Namespace, Writing
+from weightyard.storage.hdfs.reading import Reading
+from weightyard.storage.store import (
+    FileOptions,
+    FileStat,
+    Location,
+    Ownership,
+    Read,
+    ReadPath,
+    Replica,
+    Served,
+    Stage,
+    StagedFile,
+    Store,
+    StorePath,
+)
+
+_log = Log(__name__)
+
+READ_PATHS = (ReadPath.DIRECT, ReadPath.LIBHDFS, ReadPath.NATIVE, ReadPath.WEBHDFS)
+"""The ways bytes can come, best first."""
+
+
+class HdfsStore(Store):
+    """Files below one folder of HDFS. Tries nothing twice: wrap it in a RetryingStore.
+
+    New files and folders take their modes from the root folder, which `init` sets.
+    """
+
+    replicates = True
+
+    def __init__(
+        self,
+        url: str,
+        settings: Settings | None = None,
+        *,
+        read_paths: Sequence[ReadPath] = READ_PATHS,
+        locator: Locator | None = None,
+    ) -> None:
+        """`read_paths`: the ways that may be used; `locator`: who to ask instead of a NameNode."""
+        self.url = url
+        self._settings = settings or Settings()
+        self._cluster = Cluster.of(url, self._settings)
+        self._namenode = NameNode(self._cluster)
+        self._locator: Locator = locator or self._namenode
+        self._namespace = Namespace(self._cluster, limit_s=self._settings.deadline_s)
+        self._reading = self._reading_by(read_paths)
+        self._mode: int | None = None
+
+    def init(self, ownership: Ownership | None = None) -> None:
+        ownership = ownership or Ownership()
+        for folder in (self._root, *map(self._cluster.at, layout.FOLDERS)):
+            self._namespace.make_folder(folder, ownership.folder_mode)
+            self._namespace.own(folder, ownership)
+        self._mode = ownership.folder_mode
+
+    def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
+        options = options or FileOptions()
+        writing = self._namespace.create(
+            self._cluster.at(path), self._folder_mode(), options.replication, options.planned_bytes
+        )
+        stage = _HdfsStage(path, writing)
+        if options.policy is not None:
+            # Blocks are placed by the policy at the time they are allocated: before the first byte.
+            try:
+                self._namenode.set_policy(path, options.policy)
+            except BaseException:
+                stage.abort()
+                raise
+        return stage
+
+    def publish(self, staged: StagedFile, path: StorePath) -> None:
+        self._namespace.rename(
+            self._cluster.at(staged.path), self._cluster.at(path), self._folder_mode()
+        )
+
+    def stat(self, path: StorePath) -> FileStat:
+        status = self._namespace.status(self._cluster.at(path))
+        if status.isdir:
+            raise FileMissing(f"{path} is a folder, not a file")
+        return _stat(path, status)
+
+    def list(self, folder: StorePath) -> Iterator[FileStat]:
+        prefix = f"{self._cluster.root}/"
+        for status in self._namespace.list(self._cluster.at(folder)):
+            try:
+                path = StorePath(status.path.removeprefix(prefix))
+            except InvalidName:
+                _log.warning("store.foreign_file", file=status.path)
+                continue
+            yield _stat(path, status)
+
+    def locate(self, path: StorePath) -> Location:
+        return self._locator.locate(path, self._deadline(None))
+
+    def read(
+        self,
+        location: Location,
+        reads: Sequence[Read],
+        *,
+        replica: Replica | None = None,
+        timeout_s: float | None = None,
+    ) -> Served:
+        return self._reading.read(location, reads, replica, self._deadline(timeout_s))
+
+    def delete(self, path: StorePath) -> bool:
+        return self._namespace.delete(self._cluster.at(path))
+
+    def adjust(self, path: StorePath, options: FileOptions) -> None:
+        self.stat(path)
+        if options.replication is not None:
+            self._namespace.set_replication(self._cluster.at(path), options.replication)
+        if options.policy is not None:
+            self._namenode.set_policy(path, options.policy)
+
+    def probe(self) -> Mapping[ReadPath, str | None]:
+        """Write a small file and read it each way: None where it came back, else why not.
+
+        For those who want to know before the first load; reading finds out by itself.
+        """
+        content = secrets.token_bytes(64 * 1024)
+        with self.stage(layout.staging(UploadId.new(), "probe")) as stage:
+            stage.write(content)
+            staged = stage.close()
+        try:
+            location = self.locate(staged.path)
+            return {way: self._try(way, location, content) for way in READ_PATHS}
+        finally:
+            self.delete(staged.path)
+            self.delete(StorePath(staged.path.text.rpartition("/")[0]))
+
+    def close(self) -> None:
+        self._reading.close()
+        self._namenode.close()
+        self._namespace.close()
+
+    @property
+    def _root(self) -> str:
+        return self._cluster.root or "/"
+
+    def _try(self, way: ReadPath, location: Location, content: bytes) -> str | None:
+        got = bytearray(len(content))
+        reading = self._reading_by((way,))
+        try:
+            reading.read(location, [Read(0, memoryview(got))], None, self._deadline(None))
+        except YardError as why:
+            return str(why)
+        finally:
+            reading.close()
+        return None if got == content else "returned other bytes than were written"
+
+    def _reading_by(self, paths: Sequence[ReadPath]) -> Reading:
+        cluster = self._cluster
+        ways: dict[ReadPath, Callable[[], Fallback]] = {
+            ReadPath.LIBHDFS: lambda: LibhdfsReads(cluster, self._settings),
+            ReadPath.NATIVE: lambda: NativeReads(cluster, self._namespace),
+            ReadPath.WEBHDFS: lambda: WebHdfsReads(self._namenode),
+        }
+        fallbacks = [ways[path]() for path in paths if path in ways]
+        if ReadPath.DIRECT not in paths:
+            return Reading(None, fallbacks)
+        if cluster.is_transfer_protected:
+            why_not = Unsupported("the configuration asks for SASL or encryption of transfers")
+            return Reading(None, fallbacks, why_not)
+        return Reading(DataNodeReader(f"weightyard-{secrets.token_hex(4)}"), fallbacks)
+
+    def _folder_mode(self) -> int:
+        if self._mode is None:
+            self._mode = self._namespace.status(self._root).permission & 0o777
+        return self._mode
+
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline.after(self._settings.deadline_s if timeout_s is None else timeout_s)
+
+
+class _HdfsStage(Stage):
+    def __init__(self, path: StorePath, writing: Writing) -> None:
+        self._path = path
+        self._writing = writing
+
+    def write(self, data: Buffer) -> None:
+        self._writing.write(data)
+
+    def close(self) -> StagedFile:
+        return StagedFile(self._path, self._writing.close())
+
+    def abort(self) -> None:
+        self._writing.abort()
+
+
+def _stat(path: StorePath, status: FileStatus) -> FileStat:
+    return FileStat(
+        path, status.length, status.replication or 1, modified_s=status.modification_time / 1000
+    )

@@ -1,0 +1,127 @@
+"""HdfsTree: a folder of whole files in HDFS, read in ranges. Nothing is written."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+
+from weightyard.errors import Conflict, FileMissing, NoSuchThing, StaleLocation
+from weightyard.names import FilePath
+from weightyard.settings import Settings
+from weightyard.storage.hdfs.store import HdfsStore
+from weightyard.storage.retry import Retry
+from weightyard.storage.store import Location, Read, ReadPath, StorePath
+
+
+@dataclass(frozen=True, slots=True)
+class TreeFile:
+    """A file as it was listed."""
+
+    path: FilePath
+    length: int
+    modified_ms: int
+
+
+class _Found(StorePath):
+    """A path that was found by listing: people chose its names, so more signs are allowed."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        FilePath(self.text)
+
+
+class HdfsTree:
+    """Files below a folder of HDFS, or the one file. Thread-safe; reads as HdfsStore does."""
+
+    def __init__(self, url: str, settings: Settings | None = None) -> None:
+        settings = settings or Settings()
+        self._url = url
+        head, _, name = url.rstrip("/").rpartition("/")
+        self._store = _Listing(url, settings)
+        self._retry = Retry(deadline_s=settings.deadline_s)
+        self._as_file = (head, name)
+        self._settings = settings
+        self._locations: dict[FilePath, Location] = {}
+        self._lock = threading.Lock()
+
+    def files(self) -> list[TreeFile]:
+        """All files, by name. Raises NoSuchThing, NotAllowed, InvalidName, Retryable."""
+        found = self._retry.run("list", self._store.files)
+        if found is None:
+            found = [self._one_file()]
+        if not found:
+            raise NoSuchThing(f"{self._url} has no files")
+        return sorted(found, key=lambda file: file.path)
+
+    def read_into(self, file: TreeFile, offset: int, into: memoryview) -> None:
+        """Fill the buffer. Raises Conflict if the file is not the one that was listed."""
+
+        def attempt() -> None:
+            location = self._locate(file)
+            try:
+                served = self._store.read(location, [Read(offset, into)])
+            except StaleLocation:
+                self._forget(file)
+                raise
+            if served.path != ReadPath.DIRECT:
+                # Other ways open the file by its name, and may have read another one's bytes.
+                self._require_same(file)
+
+        if len(into):
+            self._retry.run("read", attempt)
+
+    def close(self) -> None:
+        self._store.close()
+
+    def _one_file(self) -> TreeFile:
+        """The URL names a file: go on from the folder it lies in."""
+        folder, name = self._as_file
+        self._store.close()
+        self._store = _Listing(folder, self._settings)
+        path = FilePath(name)
+        return self._retry.run("stat", lambda: self._store.file(path))
+
+    def _locate(self, file: TreeFile) -> Location:
+        with self._lock:
+            known = self._locations.get(file.path)
+        if known is None:
+            # The blocks located stay what they are, so direct reads see one state of the file.
+            known = self._store.locate(_Found(file.path.text))
+            self._require_same(file)
+            with self._lock:
+                self._locations[file.path] = known
+        return known
+
+    def _forget(self, file: TreeFile) -> None:
+        with self._lock:
+            self._locations.pop(file.path, None)
+
+    def _require_same(self, file: TreeFile) -> None:
+        try:
+            now = self._store.file(file.path)
+        except FileMissing:
+            raise Conflict(f"{self._url}: {file.path} is gone: push it again") from None
+        if now != file:
+            raise Conflict(f"{self._url}: {file.path} changed while it was read: push it again")
+
+
+class _Listing(HdfsStore):
+    """A store's folder seen as files of any name."""
+
+    def files(self) -> list[TreeFile] | None:
+        """All files below the folder; None if it is a file itself. Raises NoSuchThing."""
+        try:
+            if not self._namespace.status(self._root).isdir:
+                return None
+        except FileMissing:
+            raise NoSuchThing(f"{self.url} is not there") from None
+        skip = len(self._cluster.root) + 1
+        return [
+            TreeFile(FilePath(status.path[skip:]), status.length, status.modification_time)
+            for status in self._namespace.list(self._root)
+        ]
+
+    def file(self, path: FilePath) -> TreeFile:
+        status = self._namespace.status(f"{self._cluster.root}/{path}")
+        return TreeFile(path, status.length, status.modification_time)

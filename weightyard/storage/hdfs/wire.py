@@ -1,0 +1,306 @@
+"""The few messages of HDFS's data transfer protocol that a read needs, as bytes.
+
+Hadoop's `datatransfer.proto`, `hdfs.proto` and `Security.proto` define them. Pure: no sockets here.
+Whatever does not parse is Malformed.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import enum
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from weightyard.errors import StoreUnavailable
+
+TRANSFER_VERSION = 28
+READ_BLOCK = 81
+
+MAX_RESPONSE_BYTES = 64 * 1024
+"""An answer carries a status and a line of text; more is not an answer."""
+
+MAX_PACKET_BYTES = 16 * 1024 * 1024
+"""Hadoop's own limit for a packet."""
+
+MAX_TOKEN_BYTES = 16 * 1024
+
+CHUNK_BYTES = 512
+"""Without checksums the DataNode begins and ends what it sends at multiples of this."""
+
+PACKET_HEADER_BYTES = 4 + 2 + 25
+"""Two lengths and the four required fields of a header, all of fixed width."""
+
+_MAX_HEADER_PROTO_BYTES = 64
+_U64 = (1 << 64) - 1
+_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
+_LENGTHS = struct.Struct(">IH")
+_HEADER = struct.Struct("<BqBqBBBi")
+_HEADER_TAGS = (1 << 3 | _FIXED64, 2 << 3 | _FIXED64, 3 << 3 | _VARINT, 4 << 3 | _FIXED32)
+
+
+class Malformed(StoreUnavailable):
+    """The other side sent bytes that are not the protocol."""
+
+
+class Status(enum.IntEnum):
+    """How a DataNode answers; numbers of Hadoop's `Status`."""
+
+    SUCCESS = 0
+    ERROR = 1
+    ERROR_CHECKSUM = 2
+    ERROR_INVALID = 3
+    ERROR_EXISTS = 4
+    ERROR_ACCESS_TOKEN = 5
+    CHECKSUM_OK = 6
+    ERROR_UNSUPPORTED = 7
+
+
+@dataclass(frozen=True, slots=True)
+class BlockToken:
+    """A NameNode's word to a DataNode that a block may be read. A secret; empty where not used."""
+
+    identifier: bytes = field(default=b"", repr=False)
+    password: bytes = field(default=b"", repr=False)
+    kind: str = ""
+    service: str = field(default="", repr=False)
+
+    @classmethod
+    def from_url_string(cls, text: str) -> BlockToken:
+        """Decode what WebHDFS calls `urlString`: base64 of Hadoop's Token writable."""
+        if len(text) > 2 * MAX_TOKEN_BYTES:
+            raise Malformed("block token: too long")
+        try:
+            raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
+        except (binascii.Error, ValueError):
+            raise Malformed("block token: not base64") from None
+        fields, position = [], 0
+        for _ in range(4):
+            length, position = _read_hadoop_vint(raw, position)
+            if not 0 <= length <= len(raw) - position:
+                raise Malformed("block token: a field is longer than the token")
+            fields.append(raw[position : position + length])
+            position += length
+        if position != len(raw):
+            raise Malformed("block token: bytes after its end")
+        identifier, password, kind, service = fields
+        try:
+            return cls(identifier, password, kind.decode(), service.decode())
+        except UnicodeDecodeError:
+            raise Malformed("block token: its kind or service is not text") from None
+
+    def to_url_string(self) -> str:
+        fields = (self.identifier, self.password, self.kind.encode(), self.service.encode())
+        raw = b"".join(_hadoop_vint(len(part)) + part for part in fields)
+        return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
+
+
+@dataclass(frozen=True, slots=True)
+class BlockAccess:
+    """Which HDFS block a span is, and the right to read it."""
+
+    pool: str
+    block: int
+    generation: int
+    length: int
+    token: BlockToken = field(default=BlockToken(), repr=False)
+
+    def __str__(self) -> str:
+        return f"{self.pool}:blk_{self.block}_{self.generation}"
+
+
+@dataclass(frozen=True, slots=True)
+class Response:
+    """A DataNode's answer to a request, before the first packet."""
+
+    status: int
+    message: str
+    first_offset: int
+    """Where in the block the first packet begins: at a checksum boundary."""
+    checksum_type: int
+    """0: packets carry no checksums."""
+
+
+class Packet(NamedTuple):
+    """What a packet's header says. A tuple, since there are sixteen thousand to a gigabyte."""
+
+    offset: int
+    sequence: int
+    is_last: bool
+    data_bytes: int
+
+
+def read_request(block: BlockAccess, client: str, offset: int, length: int) -> bytes:
+    """Ask for bytes of a block without their CRCs: a block's own checksums cover them."""
+    extended_block = (
+        _bytes_field(1, block.pool.encode())
+        + _varint_field(2, block.block)
+        + _varint_field(3, block.generation)
+        + _varint_field(4, block.length)
+    )
+    token = (
+        _bytes_field(1, block.token.identifier)
+        + _bytes_field(2, block.token.password)
+        + _bytes_field(3, block.token.kind.encode())
+        + _bytes_field(4, block.token.service.encode())
+    )
+    base = _bytes_field(1, extended_block) + _bytes_field(2, token)
+    header = _bytes_field(1, base) + _bytes_field(2, client.encode())
+    message = (
+        _bytes_field(1, header)
+        + _varint_field(2, offset)
+        + _varint_field(3, length)
+        + _varint_field(4, False)
+    )
+    return struct.pack(">HB", TRANSFER_VERSION, READ_BLOCK) + varint(len(message)) + message
+
+
+def read_done() -> bytes:
+    """The client's last word on a read, after which the connection serves the next one."""
+    message = _varint_field(1, Status.SUCCESS)
+    return varint(len(message)) + message
+
+
+def parse_response(message: bytes) -> Response:
+    """Decode a BlockOpResponseProto."""
+    status, text, first_offset, checksum_type = -1, "", 0, 0
+    for number, value in _fields(message):
+        match number, value:
+            case 1, int():
+                status = value
+            case 4, bytes():
+                first_offset, checksum_type = _parse_checksum_info(value)
+            case 5, bytes():
+                text = value.decode("utf-8", "replace")
+            case ((1 | 4 | 5), _):
+                raise Malformed("response: a field of another type")
+    if status < 0:
+        raise Malformed("response without a status")
+    return Response(status, text, first_offset, checksum_type)
+
+
+def parse_packet_lengths(head: bytes | bytearray) -> int:
+    """How many bytes of the header follow the first PACKET_HEADER_BYTES: hardly ever any."""
+    packet_bytes, proto_bytes = _LENGTHS.unpack_from(head)
+    if not 4 <= packet_bytes <= MAX_PACKET_BYTES:
+        raise Malformed(f"packet of {packet_bytes} bytes")
+    more = int(proto_bytes) + _LENGTHS.size - PACKET_HEADER_BYTES
+    if not 0 <= more <= _MAX_HEADER_PROTO_BYTES:
+        raise Malformed(f"packet header of {proto_bytes} bytes")
+    return more
+
+
+def parse_packet(head: bytes | bytearray) -> Packet:
+    """Decode a whole packet header, and see that no checksums follow it."""
+    (packet_bytes,) = struct.unpack_from(">I", head)
+    tag1, offset, tag2, sequence, tag3, is_last, tag4, data_bytes = _HEADER.unpack_from(head, 6)
+    if (tag1, tag2, tag3, tag4) != _HEADER_TAGS or is_last > 1:
+        raise Malformed("packet header with other fields")
+    if data_bytes < 0 or packet_bytes != data_bytes + 4:
+        raise Malformed(f"packet of {packet_bytes} bytes with {data_bytes} bytes of data")
+    if offset < 0 or bool(is_last) != (data_bytes == 0):
+        raise Malformed("packet without data in the middle, or with data at the end")
+    return Packet(offset, sequence, bool(is_last), data_bytes)
+
+
+def packet_header(packet: Packet) -> bytes:
+    """Encode a header as a DataNode does; for those who play its part."""
+    tag1, tag2, tag3, tag4 = _HEADER_TAGS
+    return _LENGTHS.pack(packet.data_bytes + 4, _HEADER.size) + _HEADER.pack(
+        tag1, packet.offset, tag2, packet.sequence, tag3, packet.is_last, tag4, packet.data_bytes
+    )
+
+
+def varint(value: int) -> bytes:
+    """Protobuf's base-128 encoding of a number that is not negative."""
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    encoded.append(value)
+    return bytes(encoded)
+
+
+def parse_varint(data: bytes, position: int) -> tuple[int, int]:
+    """The number at a position, and where the next thing begins."""
+    value = 0
+    for index in range(10):
+        if position + index >= len(data):
+            raise Malformed("a number is cut off")
+        byte = data[position + index]
+        value |= (byte & 0x7F) << (7 * index)
+        if byte < 0x80:
+            return value & _U64, position + index + 1
+    raise Malformed("a number of more than ten bytes")
+
+
+def _parse_checksum_info(message: bytes) -> tuple[int, int]:
+    first_offset, checksum_type = -1, -1
+    for number, value in _fields(message):
+        match number, value:
+            case 1, bytes():
+                for inner, kind in _fields(value):
+                    if inner == 1 and isinstance(kind, int):
+                        checksum_type = kind
+            case 2, int():
+                first_offset = value
+    if first_offset < 0 or checksum_type < 0:
+        raise Malformed("checksum information is not complete")
+    return first_offset, checksum_type
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a protobuf message, in order; fixed-width ones as bytes."""
+    position = 0
+    while position < len(message):
+        tag, position = parse_varint(message, position)
+        number, kind = tag >> 3, tag & 7
+        if kind == _VARINT:
+            value, position = parse_varint(message, position)
+            yield number, value
+            continue
+        if kind == _BYTES:
+            length, position = parse_varint(message, position)
+        elif kind in (_FIXED64, _FIXED32):
+            length = 8 if kind == _FIXED64 else 4
+        else:
+            raise Malformed(f"field of unknown kind {kind}")
+        if length > len(message) - position:
+            raise Malformed("a field is longer than its message")
+        yield number, message[position : position + length]
+        position += length
+
+
+def _varint_field(number: int, value: int) -> bytes:
+    # Block ids may be negative; on the wire they are the same 64 bits without a sign.
+    return varint(number << 3 | _VARINT) + varint(value & _U64)
+
+
+def _bytes_field(number: int, value: bytes) -> bytes:
+    return varint(number << 3 | _BYTES) + varint(len(value)) + value
+
+
+def _hadoop_vint(value: int) -> bytes:
+    """Hadoop's own variable-length number (WritableUtils), which is not protobuf's."""
+    if value <= 127:
+        return bytes([value])
+    raw = value.to_bytes((value.bit_length() + 7) // 8, "big")
+    return bytes([256 - 112 - len(raw)]) + raw
+
+
+def _read_hadoop_vint(data: bytes, position: int) -> tuple[int, int]:
+    if position >= len(data):
+        raise Malformed("block token: cut off")
+    first = data[position]
+    if first <= 127:
+        return first, position + 1
+    length = 256 - 112 - first
+    # Longer ones and negative ones exist, but are no length a token's field can have.
+    if not 1 <= length <= 4:
+        raise Malformed("block token: not a length")
+    end = position + 1 + length
+    if end > len(data):
+        raise Malformed("block token: cut off")
+    return int.from_bytes(data[position + 1 : end], "big"), end
