@@ -16,8 +16,8 @@ setup-dev: $(VENV)/ready-dev
 
 setup-bench: $(VENV)/ready-bench
 
-run: setup ## put an example model into a folder, read it back, show what was saved
-	@$(BIN)/python examples/first_model.py
+run: setup ## push an example model and serve it; says what to try in a second terminal
+	@$(BIN)/python examples/try_it.py
 
 test: setup-dev check ## checks and tests, those on a real mini-HDFS too
 	$(BIN)/python -m pytest
@@ -50,7 +50,7 @@ $(BIN)/uv:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
 
 $(VENV)/ready-run: pyproject.toml constraints.txt | $(BIN)/uv
-	$(UV) --editable .
+	$(UV) --editable '.[service]'
 	@touch $@
 
 $(VENV)/ready-dev: pyproject.toml constraints.txt | $(VENV)/ready-run

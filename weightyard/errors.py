@@ -12,6 +12,7 @@ YardError
 │   ├── AlreadyThere          a file of that name exists
 │   ├── VersionMoved          the newest version is not the one expected
 │   ├── AliasMoved            the alias is not where it was expected
+│   ├── Changed               a record is not as it was when it was read
 │   ├── UploadExpired         the upload's lease ended; begin a new one
 │   └── KeyReused             the idempotency key was used for something else
 ├── Damaged                   do not use the bytes
@@ -24,10 +25,11 @@ YardError
 │   ├── InvalidName           a name, ref, path or id that does not parse
 │   ├── TooLarge              over a stated bound
 │   ├── UnknownFormat         written by a newer weightyard
-│   ├── NotAllowed            the store's permissions forbid it
+│   ├── Unauthenticated       no token, or one that is not known
+│   ├── NotAllowed            the store's permissions, or the token's rights, forbid it
 │   ├── StoreFull             quota or disk is used up
 │   ├── Unsupported           this store cannot do that
-│   ├── NoSuchThing           no model, version, alias or token of that name
+│   ├── NoSuchThing           no model, version, alias, token or file so named
 │   ├── Protected             an alias, a dependant or a lease holds it
 │   ├── QuotaExceeded         the project's quota is used up
 │   ├── ForeignStore          the store belongs to another registry
@@ -133,6 +135,12 @@ class AliasMoved(Conflict):
         self.current = current
 
 
+class Changed(Conflict):
+    """A record is not as it was when the caller read it: read it again, then decide."""
+
+    code = "changed"
+
+
 class UploadExpired(Conflict):
     """An upload whose lease ended, or that is unknown. What it wrote is kept for a while: push
     again, and nothing that is in the store is sent twice."""
@@ -215,8 +223,14 @@ class UnknownFormat(Refused):
         self.known = known
 
 
+class Unauthenticated(Refused):
+    """The service was shown no token, or one it does not know."""
+
+    code = "unauthenticated"
+
+
 class NotAllowed(Refused):
-    """The store's permissions forbid it."""
+    """The store's permissions, or the role and projects of the token, forbid it."""
 
     code = "not-allowed"
 
@@ -234,7 +248,7 @@ class Unsupported(Refused):
 
 
 class NoSuchThing(Refused):
-    """No model, version, alias or token of that name."""
+    """No model, version, alias or token of that name, or no file or folder to push."""
 
     code = "no-such-thing"
 

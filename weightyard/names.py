@@ -24,6 +24,8 @@ _ALIAS = re.compile(r"[a-z](?:[a-z0-9._-]{0,62}[a-z0-9])?", re.ASCII)
 _VERSION = re.compile(r"v([1-9][0-9]{0,8})", re.ASCII)
 _VERSION_LIKE = re.compile(r"v[0-9]+", re.ASCII)
 _HEX_LIKE = re.compile(r"[0-9a-f]{8,64}", re.ASCII)
+_TOKEN_NAME = re.compile(r"[a-z0-9][a-z0-9._@+-]{0,95}", re.ASCII | re.IGNORECASE)
+_ESCAPE = re.compile(r"%[0-9a-f]{2}", re.IGNORECASE | re.ASCII)
 _UNSHOWABLE = frozenset(("Cc", "Cf", "Cs", "Co", "Zl", "Zp"))
 """Unicode categories that change or break the line a name is shown in."""
 _WINDOWS_RESERVED = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?", re.IGNORECASE)
@@ -151,6 +153,23 @@ class AliasName:
         return self.text
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class TokenName:
+    """Whom a token is for: a person, such as `alice@lab`, or a program, such as `nightly-ci`."""
+
+    text: str
+
+    def __post_init__(self) -> None:
+        if not _TOKEN_NAME.fullmatch(self.text):
+            raise InvalidName(
+                f"token name {_shown(self.text)}: 1 to 96 ASCII letters, digits, '.', '_', '@', "
+                "'+', '-', beginning with a letter or digit"
+            )
+
+    def __str__(self) -> str:
+        return self.text
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
     """What users type: `team/bert@prod`, `@v3`, `@<digest>`, `@latest` or nothing (newest)."""
@@ -203,6 +222,20 @@ class FilePath:
                 )
             if len(part.encode()) > 255:
                 raise InvalidName(f"path {_shown(text)}: a part is over 255 bytes")
+
+    @classmethod
+    def from_url(cls, text: str) -> Self:
+        """The path a URL names for a new file: stricter, since more than one program reads it.
+
+        Refuses what another decoding or folding of the text would turn into another path, and
+        what URLs give a meaning of its own.
+        """
+        folded = cls(unicodedata.normalize("NFKC", text))
+        if folded.text.count("/") != text.count("/") or _ESCAPE.search(folded.text):
+            raise InvalidName(f"path {_shown(text)} could be read as another one")
+        if any(mark in folded.text for mark in ";#?"):
+            raise InvalidName(f"path {_shown(text)}: without ';', '#' and '?'")
+        return cls(text)
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -5,6 +5,8 @@ Their field names are an interface: they are only ever added to. Times are UTC.
 
 from __future__ import annotations
 
+import enum
+import hashlib
 from datetime import datetime
 from typing import Any, Literal
 
@@ -61,6 +63,12 @@ class Version(Record):
     def ref(self) -> str:
         return f"{self.model}@v{self.number}"
 
+    @property
+    def etag(self) -> str:
+        """Differs whenever anything of the record does, but for when it was last used."""
+        text = self.model_dump_json(exclude={"last_used"})
+        return hashlib.blake2s(text.encode(), digest_size=16).hexdigest()
+
 
 class Pushed(Version):
     """A version just published, and what that took."""
@@ -68,6 +76,27 @@ class Pushed(Version):
     new_bytes: int = Field(description="Raw bytes of the blocks the store did not have")
     stored_bytes: int = Field(description="Bytes of the packs written")
     packs_written: int
+
+
+class PushPlanFile(Record):
+    """A file that would be pushed."""
+
+    path: str
+    bytes: int
+    new_bytes: int
+    """Of blocks the store does not have, and no file before this one."""
+
+
+class PushPlan(Record):
+    """What a push would send."""
+
+    digest: str
+    """Of the version it would publish."""
+    logical_bytes: int
+    new_bytes: int
+    blocks: int
+    blocks_new: int
+    files: tuple[PushPlanFile, ...] = ()
 
 
 class Diff(Record):
@@ -128,6 +157,53 @@ class Cost(Record):
     """Ref → raw bytes in common, the most first."""
 
 
+class ReadLease(Record):
+    """A reader's word that it is still at a version; its bytes stay meanwhile."""
+
+    id: int
+    ref: str = Field(examples=["team/bert@v3"])
+    holder: str = Field(description="Who reads", examples=["serving-7"])
+    until: datetime
+
+
+class GcItem(Record):
+    """Something gc took away, or would."""
+
+    kind: Literal["version", "pack", "manifest"]
+    name: str = Field(description="A ref, a pack's name or a digest")
+    bytes: int
+    why: str
+
+
+class GcReport(Record):
+    """What gc did; with `dry_run`, what it would do now."""
+
+    dry_run: bool
+    grace_s: float
+    uploads_expired: int = 0
+    versions_removed: int = Field(default=0, description="By retention")
+    versions_purged: int = Field(default=0, description="Removed ones whose blocks were let go")
+    lists_removed: int = 0
+    blocks_removed: int = 0
+    packs_condemned: int = Field(default=0, description="Not needed; deleted after the grace")
+    condemned_bytes: int = 0
+    packs_revived: int = Field(default=0, description="Condemned before, and needed again")
+    packs_waiting: int = Field(default=0, description="Dry run: condemned, grace not yet over")
+    waiting_bytes: int = 0
+    packs_deleted: int = 0
+    manifests_condemned: int = 0
+    manifests_deleted: int = 0
+    deleted_bytes: int = Field(default=0, description="Of packs and manifests, each counted once")
+    unfinished_removed: int = Field(default=0, description="Packs whose writer gave up")
+    staged_removed: int = Field(default=0, description="Files left in staging")
+    packs_rewritten: int = 0
+    packs_made: int = Field(default=0, description="By rewriting")
+    rewritten_bytes: int = 0
+    items: tuple[GcItem, ...] = Field(default=(), description="What and why, at most 1000")
+    items_in_all: int = 0
+    failed: tuple[str, ...] = Field(default=(), description="What stays since it cannot be read")
+
+
 class AuditEntry(Record):
     """Something somebody did."""
 
@@ -160,10 +236,135 @@ class Publication(Record):
     config: dict[str, Any] | None = Field(default=None, description="The model's config.json")
     alias: str | None = None
     expect_latest: int | None = Field(
-        default=None, description="Publish only if this is the newest version; 0: none yet"
+        default=None,
+        ge=0,
+        le=999_999_999,
+        description="Publish only if this is the newest version; 0: none yet",
     )
     replication: int | None = Field(default=None, ge=1, le=512)
     policy: str | None = None
+
+
+class Alias(Record):
+    """Where an alias is now."""
+
+    model: str = Field(examples=["team/bert"])
+    alias: str = Field(examples=["prod"])
+    version: int = Field(examples=[3])
+
+
+class Role(enum.StrEnum):
+    """What a token may do in its projects; each includes the ones before."""
+
+    READ = "read"
+    WRITE = "write"
+    """Publishes versions, annotates them, moves aliases."""
+    ADMIN = "admin"
+    """Removes, sets retention; with all projects: quotas, tokens, the audit log."""
+
+
+EVERY_PROJECT = "*"
+
+
+class Token(Record):
+    """Whom the service knows, without the secret."""
+
+    name: str = Field(examples=["nightly-ci"])
+    role: Role
+    projects: tuple[str, ...] = Field(examples=[["team"]], description="`*` stands for all")
+    created: datetime
+    last_used: datetime | None = Field(default=None, description="To the minute")
+    revoked: datetime | None = None
+
+
+class NewToken(Token):
+    """A token just made: the only time its secret is shown."""
+
+    secret: str = Field(examples=["wy_…"])
+
+
+class Quota(Record):
+    """How much a project may have, and has. A limit of None: none."""
+
+    project: str = Field(examples=["team"])
+    stored_bytes: int | None = Field(default=None, ge=0, le=1 << 62)
+    versions: int | None = Field(default=None, ge=0, le=1 << 30)
+    used_stored_bytes: int = 0
+    used_versions: int = 0
+
+
+class About(Record):
+    """What a client must know of a yard to move bytes by itself."""
+
+    yard_id: str
+    registry_id: str
+    store: str = Field(examples=["hdfs://cluster/weightyard"])
+    block_bytes: int = Field(examples=[16777216])
+    weightyard: str = Field(description="The service's version", examples=["0.1.0"])
+
+
+class Finding(Record):
+    """Something `check` found, and what to do about it."""
+
+    code: str = Field(
+        description="Stable: missing, short, damaged, replica-damaged, unreachable, "
+        "under-replicated, replication-low, block-missing, unknown-file, unknown-record, "
+        "record-missing",
+        examples=["damaged"],
+    )
+    subject: str = Field(description="A path below the store's root, or a version's ref")
+    detail: str
+    advice: str
+    versions: tuple[str, ...] = Field(
+        default=(), description="Refs of versions that need it, at most 100"
+    )
+
+
+class CheckReport(Record):
+    """How catalogue and store agree."""
+
+    packs: int = 0
+    manifests: int = 0
+    stored_bytes: int = 0
+    read_bytes: int = Field(default=0, description="Read to verify, all replicas together")
+    replicas_named: bool = Field(
+        default=True, description="False: the way bytes came does not let one choose a replica"
+    )
+    findings: tuple[Finding, ...] = ()
+    more_findings: int = Field(default=0, description="Found, but too many to list")
+    damaged_versions: tuple[str, ...] = Field(default=(), description="At most 100")
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.findings and not self.damaged_versions
+
+
+class HealReport(Record):
+    """What `heal` did about a check's findings."""
+
+    healed: tuple[str, ...] = Field(default=(), description="Subjects that are well now")
+    left: tuple[Finding, ...] = Field(default=(), description="What it could do nothing about")
+
+
+class RebuildReport(Record):
+    """What came back from a store without its registry."""
+
+    registry_id: str
+    yard_id: str
+    models: int = 0
+    versions: int = 0
+    packs: int = 0
+    blocks: int = 0
+    alias_moves: int = 0
+    damaged: tuple[str, ...] = Field(
+        default=(), description="Versions that came back, but whose content did not: push it again"
+    )
+    lost: tuple[str, ...] = Field(
+        default=(), description="Files that tell nothing any more, each with the reason"
+    )
+    not_kept: tuple[str, ...] = Field(
+        default=(), description="What only the database had: make it again where it is needed"
+    )
 
 
 Model.model_rebuild()

@@ -2,46 +2,71 @@
 
 from __future__ import annotations
 
-import fnmatch
 import getpass
 import hashlib
-import json
+import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from weightyard.errors import BadSetting, FileMissing, Retryable, UploadExpired
+from pydantic import ValidationError
+
+from weightyard.errors import (
+    BadSetting,
+    DeadlineExceeded,
+    NoSuchThing,
+    NotAllowed,
+    RegistryUnavailable,
+    Retryable,
+    StoreUnavailable,
+    Unsupported,
+    UploadExpired,
+)
 from weightyard.format.assembly import manifest_of
 from weightyard.format.manifest import FileEntry, Manifest
 from weightyard.logs import Log
-from weightyard.names import AliasName, Digest, ModelName, Ref
-from weightyard.records import AliasMove, Diff, Model, Publication, Pushed, Version
+from weightyard.names import AliasName, BlockId, Digest, ModelName, Ref
+from weightyard.records import (
+    AliasMove,
+    Cost,
+    Diff,
+    Model,
+    Publication,
+    Pushed,
+    PushPlan,
+    Retention,
+    Version,
+)
 from weightyard.settings import Settings
+from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
 from weightyard.storage.opening import open_store
-from weightyard.storage.store import Store
+from weightyard.storage.store import FileOptions, Store
 from weightyard.transfer.bases import bases_of
 from weightyard.transfer.catalogue import ANYTHING, Anything, Catalogue, Upload
 from weightyard.transfer.diff import diff_manifests
-from weightyard.transfer.folder import folder_contents, read_folder
+from weightyard.transfer.folder import read_folder
+from weightyard.transfer.gather import Gathered, gather_files, is_wanted
+from weightyard.transfer.preview import preview
 from weightyard.transfer.publish import publish, read_manifest
 from weightyard.transfer.reader import Reader
+from weightyard.transfer.source import translated
 from weightyard.transfer.writer import Content, WriteOptions, Writer
 
 if TYPE_CHECKING:
     import torch
 
+    from weightyard.registry.database import Database
     from weightyard.registry.registry import Registry
 
 _log = Log(__name__)
 
 _HEARTBEAT_S = 60.0
-_MAX_CONFIG_BYTES = 1 << 20
 
 
 class Yard:
@@ -50,10 +75,18 @@ class Yard:
     Refs are `team/bert@prod`, `@v3`, `@<digest>`, `@latest` or nothing for the newest version.
     """
 
-    def __init__(self, store: Store, catalogue: Catalogue, *, block_bytes: int) -> None:
+    def __init__(
+        self,
+        store: Store,
+        catalogue: Catalogue,
+        *,
+        block_bytes: int,
+        settings: Settings | None = None,
+    ) -> None:
         self.store = store
         self.catalogue = catalogue
         self._block_bytes = block_bytes
+        self._settings = settings or Settings()
 
     @property
     def registry(self) -> Registry:
@@ -67,9 +100,20 @@ class Yard:
             )
         return self.catalogue
 
+    @property
+    def is_embedded(self) -> bool:
+        """Whether store and database are of this one host: nobody reads from elsewhere."""
+        from weightyard.registry.registry import Registry
+
+        return (
+            isinstance(self.store, LocalStore)
+            and isinstance(self.catalogue, Registry)
+            and self.catalogue.database.is_sqlite
+        )
+
     def push(
         self,
-        source: str | Path | Mapping[str, Any],
+        source: str | Path | Mapping[str, Any] | Gathered,
         name: str,
         *,
         alias: str | None = None,
@@ -88,21 +132,39 @@ class Yard:
     ) -> Pushed:
         """Publish a folder, a file or a state dict as the next version of a model.
 
-        What the store has already is not sent again, so a push that was interrupted goes on where
-        it stopped. Nothing is visible before all of it is. Raises Conflict, Refused, Retryable.
+        A folder may lie in HDFS (`hdfs://…`): it is streamed. What the store has already is not
+        sent again, so a push that was interrupted goes on where it stopped. Nothing is visible
+        before all of it is. Raises Conflict, Refused, Retryable.
         """
-        contents, config = self._contents(source, include, exclude)
-        publication = Publication(
-            message=message,
-            parent=str(Ref.parse(parent)) if parent is not None else None,
-            metrics=dict(metrics or {}),
-            tags=dict(tags or {}),
-            config=config,
-            alias=AliasName(alias).text if alias is not None else None,
-            expect_latest=expect_latest,
-            replication=replication,
-            policy=policy,
-        )
+        model = ModelName.parse(name)
+        said: dict[str, Any] = {
+            "message": message,
+            "parent": str(Ref.parse(parent)) if parent is not None else None,
+            "metrics": dict(metrics or {}),
+            "tags": dict(tags or {}),
+            "alias": AliasName(alias).text if alias is not None else None,
+            "expect_latest": expect_latest,
+            "replication": replication,
+            "policy": policy,
+        }
+        _publication(said)  # refused before a source is read that may be large
+        if isinstance(source, Gathered):
+            return self._push(source, model, said, codec, delta, progress)
+        with self.gather(source, include=include, exclude=exclude) as gathered:
+            return self._push(gathered, model, said, codec, delta, progress)
+
+    def _push(
+        self,
+        gathered: Gathered,
+        model: ModelName,
+        said: Mapping[str, Any],
+        codec: Literal["auto", "raw"],
+        delta: Literal["off", "also", "only"],
+        progress: Callable[[int], None] | None,
+    ) -> Pushed:
+        publication = _publication({**said, "config": gathered.config})
+        contents, parent = gathered.contents, publication.parent
+        replication, policy = publication.replication, publication.policy
         reader = Reader(self.store, self.catalogue)
         if delta != "off" and parent is not None:
             base = self.manifest(parent)
@@ -117,7 +179,7 @@ class Yard:
             compress=codec == "auto",
             delta=delta,
         )
-        with self._upload(ModelName.parse(name), publication) as upload:
+        with self._upload(model, publication) as upload:
             writer = Writer(self.store, upload, options, progress, reader)
             blocks = writer.write(contents)
             manifest = manifest_of([content.split for content in contents], blocks)
@@ -130,6 +192,29 @@ class Yard:
             stored_bytes=report.stored_bytes,
             packs_written=report.packs_written,
         )
+
+    def gather(
+        self,
+        source: str | Path | Mapping[str, Any],
+        *,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+    ) -> Gathered:
+        """What a push of this source would consist of; `push` takes it as its source.
+
+        For those who want to know how much it is first. Raises NoSuchThing, NotAllowed.
+        """
+        if isinstance(source, Mapping):
+            from weightyard.loader.state import state_content
+
+            return Gathered([state_content(source, self._block_bytes)])
+        return gather_files(source, self._block_bytes, include, exclude, self._settings)
+
+    def preview(
+        self, gathered: Gathered, progress: Callable[[int], None] | None = None
+    ) -> PushPlan:
+        """What a push would send, without sending it."""
+        return preview(gathered.contents, self.catalogue, progress or (lambda done_bytes: None))
 
     def pull(
         self,
@@ -144,24 +229,21 @@ class Yard:
 
         Raises NoSuchThing, Conflict (a file is there already), Damaged, Retryable.
         """
-        manifest = self.manifest(ref)
+        manifest = self._manifest_to_use(ref)
         target = Path(folder)
-        target.mkdir(parents=True, exist_ok=True)
-        files = [file for file in manifest.files if _is_wanted(file.path, include, exclude)]
+        files = [file for file in manifest.files if is_wanted(file.path, include, exclude)]
         if not files and manifest.files:
-            raise FileMissing(f"{ref} has no file that fits; it has {_some(manifest.files)}")
-        reader = Reader(self.store, self.catalogue)
-        for file in files:
-            read_folder(reader, manifest, target, [file])
-            if progress is not None:
-                progress(file.bytes)
+            raise NoSuchThing(f"{ref} has no file that fits; it has {_some(manifest.files)}")
+        with translated(target):
+            target.mkdir(parents=True, exist_ok=True)
+        read_folder(Reader(self.store, self.catalogue), manifest, target, files, progress)
         return target
 
     def load(self, ref: str, device: Any = "cpu") -> dict[str, torch.Tensor]:
         """A version's tensors by name. Raises NoSuchThing, Damaged, Retryable."""
         from weightyard.loader.load import load_tensors
 
-        return load_tensors(Reader(self.store, self.catalogue), self.manifest(ref), device)
+        return load_tensors(Reader(self.store, self.catalogue), self._manifest_to_use(ref), device)
 
     def manifest(self, ref: str) -> Manifest:
         """What a version consists of."""
@@ -181,6 +263,28 @@ class Yard:
     def diff(self, before: str, after: str) -> Diff:
         """Tensors and files added, removed and changed, and the bytes both have."""
         return diff_manifests(self.manifest(before), self.manifest(after))
+
+    def cost(self, ref: str) -> Cost:
+        """What a version takes, shares with others, and would give back. Raises NoSuchThing."""
+        copies = self.store.stat(layout.YARD).replication  # as files are that nobody asked for
+        return self.catalogue.cost(Ref.parse(ref), copies=copies)
+
+    def keep(
+        self, ref: str, *, replication: int | None = None, policy: str | None = None
+    ) -> Version:
+        """Ask for copies or an HDFS storage policy for a version; what is None stays as it is.
+
+        Raises NoSuchThing, Unsupported.
+        """
+        if not self.store.replicates:
+            raise Unsupported(f"{self.store.url} keeps one copy: use an hdfs:// store")
+        version = self.resolve(ref)
+        if policy is not None:
+            self._try_policy(version, policy)
+        kept = self.registry.keep(Ref.parse(version.ref), copies=replication, policy=policy)
+        self.registry.settle_replication(self.store)
+        self._settle()
+        return kept
 
     def delete(self, ref: str, *, reason: str = "") -> Version:
         """Take a version out of sight. Raises NoSuchThing, Protected."""
@@ -222,6 +326,11 @@ class Yard:
         self._settle()
         return moved
 
+    def set_retention(self, name: str, retention: Retention | None) -> None:
+        """Say which versions of a model gc may remove by itself; None: none."""
+        self.catalogue.set_retention(ModelName.parse(name), retention)
+        self._settle()
+
     def close(self) -> None:
         self.catalogue.close()
         self.store.close()
@@ -237,22 +346,21 @@ class Yard:
     ) -> None:
         self.close()
 
-    def _contents(
-        self,
-        source: str | Path | Mapping[str, Any],
-        include: Sequence[str] | None,
-        exclude: Sequence[str] | None,
-    ) -> tuple[list[Content], dict[str, Any] | None]:
-        if isinstance(source, Mapping):
-            from weightyard.loader.state import state_content
+    def _manifest_to_use(self, ref: str) -> Manifest:
+        """A version's manifest; that it is used is noted, for retention by last use."""
+        version = self.resolve(ref)
+        try:
+            self.catalogue.mark_used(Ref.parse(version.ref))
+        except (Retryable, NotAllowed) as why:
+            _log.warning("version.use_not_noted", version=version.ref, reason=why)
+        return read_manifest(self.store, Digest(version.digest))
 
-            return [state_content(source, self._block_bytes)], None
-        contents = folder_contents(
-            Path(source),
-            self._block_bytes,
-            lambda path: _is_wanted(path.text, include, exclude),
-        )
-        return contents, _config_of(Path(source))
+    def _try_policy(self, version: Version, policy: str) -> None:
+        """Set a policy on one pack of a version: a store that has no such policy says so here."""
+        manifest = read_manifest(self.store, Digest(version.digest))
+        blocks = [BlockId(block.hex) for block in manifest.blocks[:1]]
+        for placements in self.catalogue.placements(blocks).values():
+            self.store.adjust(layout.pack(placements[0].pack), FileOptions(policy=policy))
 
     @contextmanager
     def _upload(self, model: ModelName, publication: Publication) -> Iterator[Upload]:
@@ -290,64 +398,113 @@ def open_yard(
     for HDFS below WEIGHTYARD_HOME, which makes it a yard of this one host.
     """
     settings = settings or Settings()
+    chosen = chosen_url(url, settings)
+    if is_service(chosen):
+        secret = settings.token.get_secret_value() if settings.token is not None else None
+        return _open_service(str(chosen), token or secret, settings)
+    return _open_database(open_store(chosen, settings), settings)
+
+
+def store_url(url: str | None, settings: Settings) -> str | None:
+    """The store of the yard that would be opened; None: the default. For who runs a yard.
+
+    Raises BadSetting if that is a service, which keeps its store and database to itself.
+    """
+    chosen = chosen_url(url, settings)
+    if is_service(chosen):
+        raise BadSetting(
+            f"{chosen} is a service; this needs the yard's store and database: --yard STORE, or "
+            "WEIGHTYARD_STORE and WEIGHTYARD_DB instead of WEIGHTYARD_URL"
+        )
+    return chosen
+
+
+def chosen_url(url: str | None, settings: Settings) -> str | None:
+    """The argument, else WEIGHTYARD_URL, else WEIGHTYARD_STORE; None: the default folder."""
     if url is None and settings.url is not None and settings.store is not None:
         raise BadSetting("WEIGHTYARD_URL and WEIGHTYARD_STORE are both set: unset one of them")
-    url = url or settings.url
-    if url is not None and url.lower().startswith(("http://", "https://")):
-        secret = settings.token.get_secret_value() if settings.token is not None else None
-        return _open_service(url, token or secret, settings)
-    return _open_database(open_store(url, settings), settings)
+    return url or settings.url or settings.store
+
+
+def current_user() -> str:
+    """Who does things here, for history and audit, where no token says it."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):  # a container's user id may have no name
+        return f"uid {os.getuid()}"
+
+
+def is_service(url: str | None) -> bool:
+    """Whether this is where a service is, rather than a store."""
+    return url is not None and url.lower().startswith(("http://", "https://"))
 
 
 def _open_service(url: str, token: str | None, settings: Settings) -> Yard:
     from weightyard.client.catalogue import HttpCatalogue
 
-    catalogue = HttpCatalogue(url, token)
-    about = catalogue.about()
-    return Yard(open_store(about.store, settings), catalogue, block_bytes=about.block_bytes)
+    with ExitStack() as opened:
+        catalogue = HttpCatalogue(url, token, deadline_s=settings.deadline_s)
+        opened.callback(catalogue.close)
+        try:
+            about = catalogue.about()
+        except (RegistryUnavailable, DeadlineExceeded) as why:
+            raise RegistryUnavailable(f"{url} does not answer: {why}") from why
+        store = open_store(about.store, settings)
+        opened.pop_all()
+    return Yard(store, catalogue, block_bytes=about.block_bytes, settings=settings)
 
 
 def _open_database(store: Store, settings: Settings) -> Yard:
     from weightyard.registry import binding, migrate
-    from weightyard.registry.database import Database
     from weightyard.registry.registry import Registry
 
-    url = settings.db or _sqlite_beside(store, settings)
-    database = Database(url)
-    if database.is_sqlite:
-        migrate.upgrade(database)
-    registry = Registry(database, who=getpass.getuser())
-    bound = binding.bind(database, store)
-    return Yard(store, registry, block_bytes=bound.block_bytes)
+    with ExitStack() as opened:
+        opened.enter_context(store)
+        database = open_database(store, settings)
+        opened.callback(database.close)
+        if database.is_sqlite:
+            migrate.upgrade(database)
+        registry = Registry(database, who=current_user())
+        try:
+            bound = binding.bind(database, store)
+        except StoreUnavailable as why:
+            raise StoreUnavailable(f"{store.url} does not answer: {why}") from why
+        opened.pop_all()
+    return Yard(store, registry, block_bytes=bound.block_bytes, settings=settings)
 
 
-def _sqlite_beside(store: Store, settings: Settings) -> str:
+def open_database(store: Store, settings: Settings) -> Database:
+    """The database of a store's registry, whatever its schema; the folder of a new one is made."""
+    from weightyard.registry.database import Database
+
+    database = Database(database_url(store, settings))
+    if settings.db is None:
+        folder = Path(str(database.url.database)).parent
+        with translated(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+    return database
+
+
+def database_url(store: Store, settings: Settings) -> str:
+    """Where a store's registry is: WEIGHTYARD_DB, or an SQLite file of its own."""
+    if settings.db is not None:
+        return settings.db
     if isinstance(store, LocalStore):
         folder = store.folder
     else:
         key = hashlib.blake2s(store.url.encode(), digest_size=8).hexdigest()
         folder = settings.home / "registries" / key
-    folder.mkdir(parents=True, exist_ok=True)
     return f"sqlite:///{folder / 'registry.db'}"
 
 
-def _config_of(source: Path) -> dict[str, Any] | None:
-    """The model's config.json, if it has one that is a JSON object of a sensible size."""
-    file = source / "config.json"
+def _publication(said: Mapping[str, Any]) -> Publication:
+    """Raises BadSetting where something is over its bound."""
     try:
-        if not file.is_file() or file.stat().st_size > _MAX_CONFIG_BYTES:
-            return None
-        config = json.loads(file.read_bytes())
-    except (OSError, ValueError):
-        return None
-    return config if isinstance(config, dict) else None
-
-
-def _is_wanted(path: str, include: Sequence[str] | None, exclude: Sequence[str] | None) -> bool:
-    def fits(patterns: Sequence[str]) -> bool:
-        return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
-
-    return (include is None or fits(include)) and not (exclude is not None and fits(exclude))
+        return Publication(**said)
+    except ValidationError as why:
+        first = why.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadSetting(f"{where}: {first['msg']}") from None
 
 
 def _some(files: Sequence[FileEntry]) -> str:

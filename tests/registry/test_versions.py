@@ -5,6 +5,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from pushing import BERT, push
 
 from weightyard.errors import (
     AliasMoved,
@@ -20,8 +21,8 @@ from weightyard.format.assembly import manifest_of
 from weightyard.format.block import MIB
 from weightyard.format.dtypes import DType
 from weightyard.format.splitting import StateTensor, split_state
-from weightyard.names import AliasName, Digest, ModelName, Ref
-from weightyard.records import Publication, Version
+from weightyard.names import AliasName, Digest, Ref
+from weightyard.records import Publication
 from weightyard.registry import binding, migrate
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
@@ -31,8 +32,6 @@ from weightyard.storage.store import Store
 from weightyard.transfer.publish import publish, read_manifest
 from weightyard.transfer.source import MemorySource
 from weightyard.transfer.writer import Content, Writer
-
-BERT = ModelName("team", "bert")
 
 
 @pytest.fixture
@@ -45,23 +44,6 @@ def registry(database: Database, store: Store) -> Registry:
     registry = Registry(database, who="alice")
     binding.bind(database, store)
     return registry
-
-
-def push(
-    registry: Registry,
-    store: Store,
-    *contents: bytes,
-    model: ModelName = BERT,
-    key: str | None = None,
-    **said: object,
-) -> Version:
-    publication = Publication.model_validate(said)
-    upload = registry.open_upload(model, publication)
-    tensors = [StateTensor(f"t{i}", DType.U8, (len(data),)) for i, data in enumerate(contents)]
-    split = split_state(tensors, MIB)
-    sources = [MemorySource(data) for data in contents]
-    ids = Writer(store, upload).write([Content(split, sources)])
-    return publish(store, upload, manifest_of([split], ids), publication, key or upload.id.hex)
 
 
 def test_versions_are_numbered_one_after_the_other(registry: Registry, store: Store) -> None:
@@ -194,10 +176,10 @@ def test_a_version_with_an_alias_or_a_child_is_protected(registry: Registry, sto
 
 def test_records_and_journal_reach_the_store(registry: Registry, store: Store) -> None:
     push(registry, store, b"one", alias="prod")
-    assert registry.flush_outbox(store) == 2
+    assert registry.flush_outbox(store) == 3
     assert registry.flush_outbox(store) == 0
     assert {file.path for file in store.list(layout.MODELS)} == {layout.record(BERT, 1)}
-    assert len(list(store.list(layout.JOURNAL))) == 1
+    assert len(list(store.list(layout.JOURNAL))) == 2, "the model was made, the alias moved"
 
 
 def test_a_store_of_another_registry_is_refused(

@@ -104,7 +104,7 @@ def test_a_full_quota_is_said_so_and_leaves_nothing(cluster: MiniCluster, store:
 def test_two_users_of_a_group_work_in_each_others_folders(cluster: MiniCluster) -> None:
     url = cluster.fresh_dir()
     with opened(cluster, url) as store:
-        store.init(Ownership(owner="alice", group="team", folder_mode=0o770, file_mode=0o660))
+        store.init(Ownership(owner="alice", group="team", folder_mode=0o770))
     script = """
 import sys
 from weightyard.names import *

@@ -8,7 +8,27 @@ from typing import Annotated
 
 import typer
 
-from weightyard.cli import alias, cluster, db, diff, init, load, ls, pull, push, rm, show
+from weightyard.cli import (
+    alias,
+    check,
+    cluster,
+    db,
+    diff,
+    doctor,
+    gc,
+    init,
+    load,
+    ls,
+    pull,
+    push,
+    rebuild,
+    retention,
+    rm,
+    serve,
+    set,
+    show,
+    token,
+)
 from weightyard.cli.panels import Panel
 from weightyard.cli.session import (
     JsonOption,
@@ -32,9 +52,17 @@ app.command(rich_help_panel=Panel.MODELS)(ls.ls)
 app.command(rich_help_panel=Panel.MODELS)(show.show)
 app.command(rich_help_panel=Panel.MODELS)(diff.diff)
 app.add_typer(alias.app, name="alias", rich_help_panel=Panel.MODELS)
+app.command("set", rich_help_panel=Panel.MODELS)(set.set_)
 app.command(rich_help_panel=Panel.MODELS)(rm.rm)
 app.command(rich_help_panel=Panel.MODELS)(load.load)
 app.command(rich_help_panel=Panel.OPERATE)(init.init)
+app.command(rich_help_panel=Panel.OPERATE)(doctor.doctor)
+app.command(rich_help_panel=Panel.OPERATE)(gc.gc)
+app.command(rich_help_panel=Panel.OPERATE)(check.check)
+app.command(rich_help_panel=Panel.OPERATE)(rebuild.rebuild)
+app.command(rich_help_panel=Panel.OPERATE)(retention.retention)
+app.add_typer(token.app, name="token", rich_help_panel=Panel.OPERATE)
+app.command(rich_help_panel=Panel.OPERATE)(serve.serve)
 app.add_typer(db.app, name="db", rich_help_panel=Panel.OPERATE)
 app.add_typer(cluster.app, name="cluster", rich_help_panel=Panel.DEVELOP)
 

@@ -1,1 +1,1 @@
-"""The client: a catalogue over HTTP."""
+"""The client: a service's yard, as a Catalogue."""

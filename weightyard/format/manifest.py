@@ -139,7 +139,11 @@ def decode(stored: Buffer, expected: Digest | None) -> Manifest:
 
     Raises ManifestInvalid (also if its digest is not the expected one), UnknownFormat.
     """
-    text = _decompress(memoryview(stored))
+    return from_json(_decompress(memoryview(stored)), expected)
+
+
+def from_json(text: bytes, expected: Digest | None) -> Manifest:
+    """As `decode`, from the JSON that was compressed."""
     if expected is not None and _digest(text) != expected:
         raise ManifestInvalid(f"manifest {expected}: its content has another digest")
     if text.count(b",") > MAX_COMMAS:

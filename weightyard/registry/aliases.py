@@ -48,12 +48,7 @@ def move(
             raise NoSuchThing(f"{model} has no alias {alias}")
         tx.execute(delete(_a).where(_a.c.model_id == model_id, _a.c.alias == alias.text))
     else:
-        version_id = versions.find(tx, Ref(model, to)).id
-        tx.execute(
-            select(schema.versions.c.id)
-            .where(schema.versions.c.id == version_id)
-            .with_for_update(read=True)
-        )
+        version_id = versions.hold(tx, versions.find(tx, Ref(model, to))).id
         if before is None:
             tx.execute(
                 insert(_a).values(model_id=model_id, alias=alias.text, version_id=version_id)

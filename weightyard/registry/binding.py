@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from typing import TypeVar
 
 import msgspec
 from sqlalchemy import Connection, select, update
@@ -11,12 +12,14 @@ from sqlalchemy import Connection, select, update
 from weightyard.errors import FileMissing, ForeignStore, ManifestInvalid, UnknownFormat
 from weightyard.names import UploadId
 from weightyard.registry import schema
+from weightyard.registry.chores import small_files
 from weightyard.registry.database import Database
 from weightyard.storage import layout
-from weightyard.storage.store import Store
+from weightyard.storage.store import Ownership, Store, StorePath
 from weightyard.transfer.once import read_whole, write_once
 
 YARD_FORMAT = 1
+OWNER_FORMAT = 1
 
 
 class YardFile(msgspec.Struct, frozen=True):
@@ -28,6 +31,20 @@ class YardFile(msgspec.Struct, frozen=True):
     block_bytes: int
 
 
+class Owner(msgspec.Struct, frozen=True):
+    """`owners/<generation>.json`: the store changed hands. Without any, yard.json says whose it is.
+
+    A rebuilt registry keeps its id and gets the next generation, so that the database it was
+    rebuilt for, should it turn up again, is refused.
+    """
+
+    format: int
+    generation: int
+    registry_id: str
+    nonce: str
+    """So that of two that take a store over at once, one finds a file that is not its own."""
+
+
 @dataclass(frozen=True, slots=True)
 class Bound:
     """What a registry and its store agree on."""
@@ -37,8 +54,11 @@ class Bound:
     block_bytes: int
 
 
-def bind(database: Database, store: Store) -> Bound:
-    """Make sure that store and registry belong together; on first use, make them.
+_T = TypeVar("_T", YardFile, Owner)
+
+
+def bind(database: Database, store: Store, ownership: Ownership | None = None) -> Bound:
+    """Make sure that store and registry belong together; on first use, make them, owned so.
 
     Raises ForeignStore, naming both, if one of them belongs to another.
     """
@@ -50,36 +70,71 @@ def bind(database: Database, store: Store) -> Bound:
                 f"registry {mine.registry_id} belongs to yard {mine.yard_id}, but {store.url} has "
                 "no yard.json: is it the right store?"
             )
-        store.init()
+        store.init(ownership)
         made = YardFile(YARD_FORMAT, secrets.token_hex(16), mine.registry_id, mine.block_bytes)
-        upload = UploadId.new()
-        write_once(store, upload, layout.YARD, msgspec.json.encode(made))
-        store.delete(layout.staging_folder(upload))
+        with small_files(database, store, "bind") as upload:
+            write_once(store, upload, layout.YARD, msgspec.json.encode(made))
         found = made
-    if found.registry_id != mine.registry_id or mine.yard_id not in (None, found.yard_id):
+    owner = read_owner(store, found)
+    if owner.registry_id != mine.registry_id or mine.yard_id not in (None, found.yard_id):
         raise ForeignStore(
-            f"{store.url} (yard {found.yard_id}) belongs to registry {found.registry_id}; this is "
+            f"{store.url} (yard {found.yard_id}) belongs to registry {owner.registry_id}; this is "
             f"registry {mine.registry_id}. `weightyard rebuild --adopt` would take it over"
+        )
+    if owner.generation != mine.generation:
+        raise ForeignStore(
+            f"{store.url} (yard {found.yard_id}) belongs to registry {owner.registry_id} as it was "
+            f"rebuilt ({owner.generation} times); this is an older copy of it ({mine.generation})"
         )
     if mine.yard_id is None:
         database.write(lambda tx: _remember(tx, found))
-    return Bound(found.yard_id, found.registry_id, found.block_bytes)
+    return Bound(found.yard_id, owner.registry_id, found.block_bytes)
+
+
+def take_over(tx: Connection, store: Store, yard: YardFile, registry_id: str) -> None:
+    """Make the store belong to this database, under the given registry id, and to no other.
+
+    The store says so before the transaction ends: if that fails, nobody owns the store until the
+    next one takes it over, but never two do.
+    """
+    generation = read_owner(store, yard).generation + 1
+    owner = Owner(OWNER_FORMAT, generation, registry_id, secrets.token_hex(16))
+    upload = UploadId.new()
+    write_once(store, upload, layout.owner(owner.generation), msgspec.json.encode(owner))
+    store.delete(layout.staging_folder(upload))
+    _remember(tx, yard)
+    tx.execute(update(schema.registry).values(registry_id=registry_id, generation=owner.generation))
+
+
+def read_yard_file(store: Store) -> YardFile | None:
+    """A store's yard.json, or None if it has none. Raises UnknownFormat, ManifestInvalid."""
+    try:
+        return _read(store, layout.YARD, YardFile, YARD_FORMAT)
+    except FileMissing:
+        return None
+
+
+def read_owner(store: Store, yard: YardFile) -> Owner:
+    """Who a store belongs to now. Raises UnknownFormat, ManifestInvalid."""
+    newest = max((file.path for file in store.list(layout.OWNERS)), default=None)
+    if newest is None:
+        return Owner(OWNER_FORMAT, 0, yard.registry_id, "")
+    owner = _read(store, newest, Owner, OWNER_FORMAT)
+    if layout.owner(owner.generation) != newest:
+        raise ManifestInvalid(f"{store.url}/{newest}: says it is generation {owner.generation}")
+    return owner
 
 
 def _remember(tx: Connection, found: YardFile) -> None:
     tx.execute(update(schema.registry).values(yard_id=found.yard_id, block_bytes=found.block_bytes))
 
 
-def read_yard_file(store: Store) -> YardFile | None:
-    """A store's yard.json, or None if it has none. Raises UnknownFormat, ManifestInvalid."""
+def _read(store: Store, path: StorePath, kind: type[_T], known: int) -> _T:
+    content = read_whole(store, path, 1 << 16)
     try:
-        content = read_whole(store, layout.YARD, 1 << 16)
-    except FileMissing:
-        return None
-    try:
-        found = msgspec.json.decode(content, type=YardFile)
+        found = msgspec.json.decode(content, type=kind)
     except msgspec.DecodeError as why:
-        raise ManifestInvalid(f"{store.url}/{layout.YARD}: {why}") from None
-    if found.format > YARD_FORMAT:
-        raise UnknownFormat("yard.json", found.format, YARD_FORMAT)
+        raise ManifestInvalid(f"{store.url}/{path}: {why}") from None
+    if found.format > known:
+        raise UnknownFormat(path.text, found.format, known)
     return found

@@ -6,21 +6,18 @@ from collections.abc import Sequence
 from math import prod
 
 from blake3 import blake3
-from sqlalchemy import Connection, and_, exists, func, insert, select, update
+from sqlalchemy import Connection, and_, exists, insert, select, update
+from sqlalchemy.exc import NoResultFound
 
-from weightyard.errors import (
-    BlockMissing,
-    KeyReused,
-    QuotaExceeded,
-    VersionMoved,
-)
+from weightyard.errors import BlockMissing, KeyReused, NoSuchThing, VersionMoved
 from weightyard.format.manifest import Manifest
 from weightyard.names import AliasName, BlockId, Digest, ModelName, Ref, UploadId
 from weightyard.records import Publication, Version
-from weightyard.registry import aliases, outbox, schema, uploads, versions
+from weightyard.registry import aliases, damage, outbox, quotas, schema, uploads, versions
 from weightyard.registry.database import is_one_of, now_ms
 from weightyard.registry.rows import batches, clock, insert_missing, record_event
-from weightyard.registry.schema import FileState, UploadState
+from weightyard.registry.schema import FileState, Settle, UploadState
+from weightyard.registry.uploads import Reading
 
 
 def commit(
@@ -30,6 +27,7 @@ def commit(
     manifest: Manifest,
     publication: Publication,
     key: str,
+    reading: Reading | None = None,
 ) -> Version:
     """Make an upload's version visible. This transaction is the only commit point.
 
@@ -38,12 +36,11 @@ def commit(
     if done := _done_before(tx, key, digest, upload):  # the answer was lost, not the work
         return done
     opened = uploads.fence(tx, upload, alone=True)  # an upload that expired fails here, loudly
-    blocks = _require_placements(
-        tx, opened.row_id, manifest
-    )  # must: before anything refers to them
+    # must: before anything refers to them
+    blocks = _require_placements(tx, opened.row_id, manifest, reading)
     manifest_row = _require_manifest(tx, opened.row_id, digest)
-    edges = _insert_lists(tx, manifest, blocks)
-    parent = versions.find(tx, Ref.parse(publication.parent)).id if publication.parent else None
+    edges = insert_lists(tx, manifest, blocks)
+    parent = _hold_parent(tx, publication)
     model_row, number = _next_number(tx, opened.model, opened.author, publication)
     version_row = _insert_version(
         tx, model_row, number, manifest_row, parent, opened.author, manifest, publication
@@ -53,6 +50,9 @@ def commit(
         schema.version_lists,
         [{"version_id": version_row, "list_id": edge} for edge in edges],
     )
+    _share_lists(tx, manifest_row, version_row)
+    damage.unmark_versions(tx)
+    quotas.require(tx, opened.model.project)
     tx.execute(
         insert(schema.commits).values(key=key, upload_id=opened.row_id, version_id=version_row)
     )
@@ -68,7 +68,8 @@ def commit(
     return version
 
 
-def _done_before(tx: Connection, key: str, digest: Digest, upload: UploadId) -> Version | None:
+def find_done(tx: Connection, key: str, upload: UploadId) -> Version | None:
+    """The version a commit under this key made, if there was one. Raises KeyReused."""
     commits, u = schema.commits, schema.uploads
     row = tx.execute(
         select(commits.c.version_id, u.c.name)
@@ -77,13 +78,25 @@ def _done_before(tx: Connection, key: str, digest: Digest, upload: UploadId) -> 
     ).one_or_none()
     if row is None:
         return None
-    version = versions.get(tx, row.version_id)
-    if version.digest != digest.hex or row.name != upload.hex:
+    try:
+        version = versions.get(tx, row.version_id)
+    except NoResultFound:
+        raise NoSuchThing("the version was published, and removed since") from None
+    if row.name != upload.hex:
+        raise KeyReused(f"key {key[:40]!a} was used for {version.ref}, by another upload")
+    return version
+
+
+def _done_before(tx: Connection, key: str, digest: Digest, upload: UploadId) -> Version | None:
+    version = find_done(tx, key, upload)
+    if version is not None and version.digest != digest.hex:
         raise KeyReused(f"key {key[:40]!a} was used for {version.ref}, which has other content")
     return version
 
 
-def _require_placements(tx: Connection, upload_row: int, manifest: Manifest) -> dict[BlockId, int]:
+def _require_placements(
+    tx: Connection, upload_row: int, manifest: Manifest, reading: Reading | None
+) -> dict[BlockId, int]:
     """Row ids of the manifest's blocks, each readable from packs this upload holds."""
     wanted = [block.id for block in manifest.blocks]
     rows = uploads.find_block_rows(tx, wanted)
@@ -97,15 +110,16 @@ def _require_placements(tx: Connection, upload_row: int, manifest: Manifest) -> 
         base.c.pack_id == base_pins.c.pack_id,
         base_pins.c.upload_id == upload_row,
     )
+    wanted_of = (
+        select(p.c.block_id)
+        .join(pins, and_(pins.c.pack_id == p.c.pack_id, pins.c.upload_id == upload_row))
+        .where(p.c.base_id.is_(None) | base_is_held)
+    )
+    if reading is not None:  # a pack that is held may also have blocks of other projects
+        wanted_of = wanted_of.join(schema.packs).where(reading.allows(p.c.block_id))
     held: set[int] = set()
     for batch in batches(rows.values()):
-        held |= set(
-            tx.scalars(
-                select(p.c.block_id)
-                .join(pins, and_(pins.c.pack_id == p.c.pack_id, pins.c.upload_id == upload_row))
-                .where(is_one_of(tx, p.c.block_id, batch), p.c.base_id.is_(None) | base_is_held)
-            )
-        )
+        held |= set(tx.scalars(wanted_of.where(is_one_of(tx, p.c.block_id, batch))))
     if missing := next((block for block in wanted if rows[block] not in held), None):
         raise BlockMissing(f"block {missing} is not held by the upload: claim or write it first")
     return rows
@@ -148,26 +162,46 @@ def block_lists(manifest: Manifest) -> list[tuple[int, ...]]:
     return list(lists)
 
 
-def _insert_lists(tx: Connection, manifest: Manifest, blocks: dict[BlockId, int]) -> list[int]:
+def insert_lists(tx: Connection, manifest: Manifest, blocks: dict[BlockId, int]) -> list[int]:
     """Row ids of the manifest's lists, inserted where they are new."""
     by_digest: dict[bytes, Sequence[BlockId]] = {}
     for numbers in block_lists(manifest):
         ids = sorted(manifest.blocks[number].id for number in numbers)
         by_digest[blake3(b"".join(block.raw for block in ids)).digest()] = ids
     known = _lock_lists(tx, list(by_digest))
-    new = sorted(digest for digest in by_digest if digest not in known)
-    insert_missing(tx, schema.lists, [{"digest": digest} for digest in new])
-    added = _lock_lists(tx, new)
-    insert_missing(
-        tx,
-        schema.list_blocks,
-        [
-            {"list_id": list_row, "block_id": blocks[block]}
-            for digest, list_row in added.items()
-            for block in by_digest[digest]
-        ],
+    # Again if gc removed a list after another writer had put it in, and before it was locked.
+    while new := sorted(by_digest.keys() - known.keys()):
+        insert_missing(tx, schema.lists, [{"digest": digest} for digest in new])
+        added = _lock_lists(tx, new)
+        insert_missing(
+            tx,
+            schema.list_blocks,
+            [
+                {"list_id": list_row, "block_id": blocks[block]}
+                for digest, list_row in added.items()
+                for block in by_digest[digest]
+            ],
+        )
+        known |= added
+    return sorted(known.values())
+
+
+def _share_lists(tx: Connection, manifest_row: int, version_row: int) -> None:
+    """Give this version's lists to versions of the same content that have none.
+
+    They came back by a rebuild while their manifest was missing, and are whole from here on.
+    """
+    v, vl, other = schema.versions, schema.version_lists, schema.version_lists.alias("other")
+    missing = (
+        select(v.c.id, vl.c.list_id)
+        .join(vl, vl.c.version_id == version_row)
+        .where(
+            v.c.manifest_id == manifest_row,
+            v.c.id != version_row,
+            ~exists().where(other.c.version_id == v.c.id),
+        )
     )
-    return sorted((known | added).values())
+    tx.execute(insert(vl).from_select(["version_id", "list_id"], missing))
 
 
 def _lock_lists(tx: Connection, digests: Sequence[bytes]) -> dict[bytes, int]:
@@ -185,6 +219,13 @@ def _lock_lists(tx: Connection, digests: Sequence[bytes]) -> dict[bytes, int]:
     }
 
 
+def _hold_parent(tx: Connection, publication: Publication) -> int | None:
+    """The parent's row id; it cannot be removed before this transaction ends."""
+    if publication.parent is None:
+        return None
+    return int(versions.hold(tx, versions.find(tx, Ref.parse(publication.parent))).id)
+
+
 def _next_number(
     tx: Connection, model: ModelName, author: str, publication: Publication
 ) -> tuple[int, int]:
@@ -199,31 +240,12 @@ def _next_number(
     expected = publication.expect_latest
     if expected is not None and expected != row.last_number:
         raise VersionMoved(str(model), expected, row.last_number)
-    _require_quota(tx, model.project)
-    tx.execute(update(models).where(models.c.id == row.id).values(last_number=row.last_number + 1, removed_ms=None))
-    return row.id, row.last_number + 1
-
-
-def _require_quota(tx: Connection, project: str) -> None:
-    quota = tx.execute(
-        select(schema.quotas).where(schema.quotas.c.project == project)
-    ).one_or_none()
-    if quota is None:
-        return
-    count = tx.scalar(
-        select(func.count())
-        .select_from(schema.versions.join(schema.models))
-        .where(schema.models.c.project == project, schema.versions.c.removed_ms.is_(None))
+    tx.execute(
+        update(models)
+        .where(models.c.id == row.id)
+        .values(last_number=row.last_number + 1, removed_ms=None)
     )
-    if quota.versions is not None and (count or 0) >= quota.versions:
-        raise QuotaExceeded(f"project {project} has {count} versions, its quota: remove some")
-    if quota.stored_bytes is not None:
-        stored = versions.stored_bytes_of_project(tx, project)
-        if stored >= quota.stored_bytes:
-            raise QuotaExceeded(
-                f"project {project} stores {stored} bytes, its quota is {quota.stored_bytes}: "
-                "remove versions and run gc"
-            )
+    return row.id, row.last_number + 1
 
 
 def _insert_version(
@@ -284,6 +306,9 @@ def _raise_replication(tx: Connection, upload_row: int, publication: Publication
     mine = packs.c.id.in_(select(pins.c.pack_id).where(pins.c.upload_id == upload_row))
     if publication.replication is not None:
         lower = packs.c.replication.is_(None) | (packs.c.replication < publication.replication)
-        tx.execute(update(packs).where(mine, lower).values(replication=publication.replication))
+        values = {"replication": publication.replication, "settle": Settle.ADJUST}
+        tx.execute(update(packs).where(mine, lower).values(values))
     if publication.policy is not None:
-        tx.execute(update(packs).where(mine).values(policy=publication.policy))
+        other = packs.c.policy.is_distinct_from(publication.policy)
+        values = {"policy": publication.policy, "settle": Settle.ADJUST}
+        tx.execute(update(packs).where(mine, other).values(values))

@@ -58,7 +58,10 @@ class Database:
     """SQLite or PostgreSQL. Thread-safe; SQLAlchemy pools the connections."""
 
     def __init__(self, url: str) -> None:
-        self.url = make_url(url)
+        try:
+            self.url = make_url(url)
+        except exc.ArgumentError:  # its text has all of it, a password too
+            raise BadSetting("the database's URL: use sqlite:///… or postgresql://…") from None
         if self.url.drivername == "postgresql":
             self.url = self.url.set(drivername="postgresql+psycopg")
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
@@ -97,7 +100,11 @@ class Database:
 
     @contextmanager
     def _connected(self, *, write: bool) -> Iterator[Connection]:
-        with self.engine.connect() as connection:
+        try:
+            opened = self.engine.connect()
+        except exc.TimeoutError as why:
+            raise RegistryUnavailable("database: all connections are in use") from why
+        with opened as connection:
             if not write and not self.is_sqlite:
                 connection = connection.execution_options(
                     isolation_level="REPEATABLE READ", postgresql_readonly=True
@@ -106,7 +113,10 @@ class Database:
 
     def _make_engine(self) -> Engine:
         if not self.is_sqlite:
-            return create_engine(self.url, pool_pre_ping=True, pool_size=8, max_overflow=24)
+            try:
+                return create_engine(self.url, pool_pre_ping=True, pool_size=8, max_overflow=24)
+            except ModuleNotFoundError:
+                raise BadSetting("PostgreSQL needs psycopg: install weightyard[service]") from None
         engine = create_engine(self.url, connect_args={"timeout": 30, "check_same_thread": False})
         event.listen(engine, "connect", _prepare_sqlite)
         event.listen(engine, "begin", _begin_sqlite)

@@ -1,15 +1,14 @@
-"""Schema versions: Alembic migrations that ship with the package."""
+"""Schema versions: Alembic migrations that ship with the package.
+
+Alembic itself is imported only to migrate: looking costs a query, not most of a command's start.
+"""
 
 from __future__ import annotations
 
 import secrets
 from importlib import resources
 
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
-from sqlalchemy import Connection, insert, select
+from sqlalchemy import Connection, column, insert, inspect, select, table
 
 from weightyard.errors import SchemaUnknown
 from weightyard.format.block import DEFAULT_BLOCK_BYTES
@@ -18,44 +17,35 @@ from weightyard.registry.database import Database
 
 _UPGRADE = "run `weightyard db upgrade`"
 
+_alembic_version = table("alembic_version", column("version_num"))
+
 
 def upgrade(database: Database) -> None:
     """Bring a database, also an empty one, to the schema of this weightyard. Idempotent."""
-
-    def work(tx: Connection) -> None:
-        config = _config()
-        config.attributes["connection"] = tx
-        command.upgrade(config, "head")
-        if tx.scalar(select(schema.registry.c.id)) is None:
-            tx.execute(
-                insert(schema.registry).values(
-                    id=1,
-                    registry_id=secrets.token_hex(16),
-                    block_bytes=DEFAULT_BLOCK_BYTES,
-                    generation=0,
-                )
-            )
-
     require_known(database)
-    database.write(work)
+    if current(database) != newest():
+        database.write(_migrate)
 
 
 def current(database: Database) -> str | None:
     """The schema a database has, or None for an empty one."""
-    return database.read(lambda tx: MigrationContext.configure(tx).get_current_revision())
+
+    def look(tx: Connection) -> str | None:
+        if not inspect(tx).has_table(_alembic_version.name):
+            return None
+        return tx.scalar(select(_alembic_version.c.version_num))
+
+    return database.read(look)
 
 
 def newest() -> str:
-    head = ScriptDirectory.from_config(_config()).get_current_head()
-    assert head is not None
-    return head
+    return max(_known())
 
 
 def require_known(database: Database) -> None:
     """Raises SchemaUnknown for a schema made by a newer weightyard."""
     found = current(database)
-    known = {script.revision for script in ScriptDirectory.from_config(_config()).walk_revisions()}
-    if found is not None and found not in known:
+    if found is not None and found not in _known():
         raise SchemaUnknown(f"database schema {found} is newer than this weightyard: upgrade it")
 
 
@@ -68,7 +58,26 @@ def require_current(database: Database) -> None:
         raise SchemaUnknown(f"database {state}, {newest()} is needed: {_UPGRADE}")
 
 
-def _config() -> Config:
+def _known() -> set[str]:
+    """The revisions there are: the first word of each migration's file name."""
+    folder = resources.files("weightyard") / "migrations" / "versions"
+    return {file.name.partition("_")[0] for file in folder.iterdir() if file.name.endswith(".py")}
+
+
+def _migrate(tx: Connection) -> None:
+    from alembic import command
+    from alembic.config import Config
+
     config = Config()
     config.set_main_option("script_location", str(resources.files("weightyard") / "migrations"))
-    return config
+    config.attributes["connection"] = tx
+    command.upgrade(config, "head")
+    if tx.scalar(select(schema.registry.c.id)) is None:
+        tx.execute(
+            insert(schema.registry).values(
+                id=1,
+                registry_id=secrets.token_hex(16),
+                block_bytes=DEFAULT_BLOCK_BYTES,
+                generation=0,
+            )
+        )

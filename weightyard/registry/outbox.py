@@ -13,9 +13,10 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, delete, func, insert, select
 
-from weightyard.names import ModelName, UploadId
+from weightyard.names import ModelName
 from weightyard.records import Version
 from weightyard.registry import schema
+from weightyard.registry.chores import small_files
 from weightyard.registry.database import Database
 from weightyard.registry.rows import clock
 from weightyard.storage import layout
@@ -80,11 +81,11 @@ def flush(database: Database, store: Store, limit: int = 1000) -> int:
     rows = database.read(
         lambda tx: tx.execute(select(schema.outbox).order_by(schema.outbox.c.id).limit(limit)).all()
     )
-    upload = UploadId.new()
-    for row in rows:
-        write_once(store, upload, StorePath(row.path), row.content)
-        done = delete(schema.outbox).where(schema.outbox.c.id == row.id)
-        database.write(partial(Connection.execute, statement=done))
-    if rows:
-        store.delete(layout.staging_folder(upload))
+    if not rows:
+        return 0
+    with small_files(database, store, "outbox") as upload:
+        for row in rows:
+            write_once(store, upload, StorePath(row.path), row.content)
+            done = delete(schema.outbox).where(schema.outbox.c.id == row.id)
+            database.write(partial(Connection.execute, statement=done))
     return len(rows)

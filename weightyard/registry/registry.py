@@ -12,10 +12,60 @@ from sqlalchemy import Connection
 from weightyard.errors import RegistryUnavailable
 from weightyard.format.manifest import Manifest
 from weightyard.format.pack import Placement
-from weightyard.names import AliasName, BlockId, Digest, ModelName, PackId, Ref, UploadId
-from weightyard.records import AliasMove, Model, Publication, Retention, Version
-from weightyard.registry import aliases, commits, migrate, outbox, uploads, versions
+from weightyard.names import (
+    AliasName,
+    BlockId,
+    Digest,
+    FilePath,
+    ModelName,
+    PackId,
+    Ref,
+    TokenName,
+    UploadId,
+)
+from weightyard.records import (
+    AliasMove,
+    AuditEntry,
+    CheckReport,
+    Cost,
+    Event,
+    GcReport,
+    HealReport,
+    Model,
+    NewToken,
+    Publication,
+    Quota,
+    ReadLease,
+    Retention,
+    Role,
+    Token,
+    Version,
+)
+from weightyard.registry import (
+    aliases,
+    audit,
+    check,
+    collect,
+    commits,
+    cost,
+    events,
+    freshness,
+    heal,
+    keeping,
+    leases,
+    migrate,
+    outbox,
+    preview,
+    quotas,
+    received,
+    replication,
+    tokens,
+    uploads,
+    versions,
+)
+from weightyard.registry.collect import GcOptions
 from weightyard.registry.database import Database
+from weightyard.registry.uploads import OpenUpload, Reading
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import ANYTHING, Anything, ManifestFile
 
@@ -52,8 +102,10 @@ class Registry:
     ) -> None:
         self.close()
 
-    def placements(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
-        return self.database.read(lambda tx: uploads.find_placements(tx, blocks))
+    def placements(
+        self, blocks: Sequence[BlockId], *, reading: Reading | None = None
+    ) -> Mapping[BlockId, Sequence[Placement]]:
+        return self.database.read(lambda tx: uploads.find_placements(tx, blocks, reading))
 
     def resolve(self, ref: Ref) -> Version:
         return self.database.read(lambda tx: versions.resolve(tx, ref))
@@ -91,9 +143,21 @@ class Registry:
 
         return self.database.write(work)
 
-    def annotate(self, ref: Ref, changes: Mapping[str, Any], *, who: str | None = None) -> Version:
-        """Change a version's message, metrics, tags or metadata; its content never changes."""
-        return self.database.write(lambda tx: versions.annotate(tx, ref, self._or_me(who), changes))
+    def annotate(
+        self,
+        ref: Ref,
+        changes: Mapping[str, Any],
+        *,
+        who: str | None = None,
+        expect: str | None = None,
+    ) -> Version:
+        """Change a version's message, metrics, tags or metadata; its content never changes.
+
+        With `expect`, only if its `etag` is this one. Raises NoSuchThing, Changed.
+        """
+        return self.database.write(
+            lambda tx: versions.annotate(tx, ref, self._or_me(who), changes, expect)
+        )
 
     def remove(self, ref: Ref, *, who: str | None = None, reason: str = "") -> Version:
         """Take a version out of sight. Raises NoSuchThing, Protected."""
@@ -156,18 +220,157 @@ class Registry:
     ) -> RegistryUpload:
         upload = UploadId.new()
         author = self._or_me(who)
-        self.database.write(
-            lambda tx: uploads.open_upload(tx, upload, model, author, self._lease_s)
-        )
+
+        def work(tx: Connection) -> None:
+            quotas.require(tx, model.project, more_versions=1)
+            uploads.open_upload(tx, upload, model, author, self._lease_s, publication)
+
+        self.database.write(work)
         return self.resume_upload(upload, publication)
 
-    def resume_upload(self, upload: UploadId, publication: Publication) -> RegistryUpload:
-        """A handle on an upload that is open already, such as one of another process."""
-        return RegistryUpload(self.database, upload, publication, self._lease_s)
+    def find_upload(self, upload: UploadId) -> OpenUpload:
+        """Whose an upload is, and what was said when it began. Raises UploadExpired."""
+        return self.database.read(lambda tx: uploads.find_open(tx, upload))
+
+    def resume_upload(
+        self, upload: UploadId, publication: Publication, *, reading: Reading | None = None
+    ) -> RegistryUpload:
+        """A handle on an upload that is open already, such as one of another process.
+
+        With `reading`, it claims and publishes only what may be read by whom that is for.
+        """
+        return RegistryUpload(self.database, upload, publication, self._lease_s, reading)
+
+    def create_token(
+        self, name: TokenName, role: Role, projects: Sequence[str], *, who: str | None = None
+    ) -> NewToken:
+        """A new token; its secret is not shown again. `*` stands for all projects."""
+        return self.database.write(
+            lambda tx: tokens.create(tx, name, role, projects, who=self._or_me(who))
+        )
+
+    def tokens(self) -> list[Token]:
+        """All that ever were, by name."""
+        return self.database.read(tokens.list_tokens)
+
+    def revoke_token(self, name: TokenName, *, who: str | None = None) -> Token:
+        """End a token, for good. Raises NoSuchThing."""
+        return self.database.write(lambda tx: tokens.revoke(tx, name, who=self._or_me(who)))
+
+    def token_of(self, secret: str) -> Token | None:
+        """Whose secret this is, if it counts."""
+        return self.database.read(lambda tx: tokens.find(tx, secret))
+
+    def token_named(self, name: TokenName) -> Token | None:
+        return self.database.read(lambda tx: tokens.find_named(tx, name))
+
+    def has_tokens(self) -> bool:
+        """Whether a token was ever made."""
+        return self.database.read(tokens.any_exist)
+
+    def note_token_use(self, name: str) -> None:
+        self.database.write(lambda tx: tokens.note_use(tx, name))
+
+    def quota(self, project: str) -> Quota:
+        """What a project may have, and has."""
+        return self.database.read(lambda tx: quotas.get(tx, project))
+
+    def set_quota(
+        self,
+        project: str,
+        *,
+        stored_bytes: int | None,
+        versions: int | None,
+        who: str | None = None,
+    ) -> Quota:
+        """Limit what a project may have; None lifts a limit."""
+        return self.database.write(
+            lambda tx: quotas.put(
+                tx, project, stored_bytes=stored_bytes, versions=versions, who=self._or_me(who)
+            )
+        )
+
+    def audit(self, *, before: int | None = None, limit: int = 1000) -> list[AuditEntry]:
+        """Who did what, the newest first."""
+        return self.database.read(lambda tx: audit.entries(tx, before=before, limit=limit))
+
+    def events(
+        self, after: int, *, projects: Sequence[str] | None = None, limit: int = 1000
+    ) -> list[Event]:
+        """What happened after an event, the oldest first."""
+        return self.database.read(
+            lambda tx: events.after(tx, after, projects=projects, limit=limit)
+        )
+
+    def newest_event(self) -> int:
+        return self.database.read(events.newest)
+
+    def check(self, store: Store, *, read_data: bool = False) -> CheckReport:
+        """Hold the catalogue against the store; see `weightyard.registry.check`."""
+        return check.check(self.database, store, read_data=read_data, who=self._who)
+
+    def heal(self, store: Store, report: CheckReport) -> HealReport:
+        """Do what can be done about a check's findings; see `weightyard.registry.heal`."""
+        return heal.heal(self.database, store, report, who=self._who)
 
     def flush_outbox(self, store: Store) -> int:
         """Write records and journal entries that are waiting into the store."""
         return outbox.flush(self.database, store)
+
+    def gc(
+        self,
+        store: Store,
+        options: GcOptions | None = None,
+        *,
+        dry_run: bool = False,
+        who: str | None = None,
+    ) -> GcReport:
+        """Take away what nobody needs; with `dry_run`, say what that would be.
+
+        Raises BadSetting for a grace too short, ForeignStore for a database older than its store,
+        Conflict if gc is running already.
+        """
+        options = options or GcOptions()
+        if dry_run:
+            options.require_safe()
+            freshness.require_newest(self.database, store)
+            return self.database.read(lambda tx: preview.preview(tx, options))
+        return collect.collect(self.database, store, options, self._or_me(who))
+
+    def keep(
+        self, ref: Ref, *, copies: int | None, policy: str | None, who: str | None = None
+    ) -> Version:
+        """Ask for copies or a policy; `settle_replication` tells the store. Raises NoSuchThing."""
+        return self.database.write(
+            lambda tx: keeping.keep(tx, ref, copies=copies, policy=policy, who=self._or_me(who))
+        )
+
+    def settle_replication(self, store: Store) -> int:
+        """Tell the store how to keep packs of which that changed; how many there were."""
+        return replication.settle(self.database, store)
+
+    def cost(self, ref: Ref, *, copies: int = 1, shown: int = cost.SHOWN) -> Cost:
+        """What a version takes, shares, and would give back. Raises NoSuchThing.
+
+        `copies` is how often the store keeps a pack for which nobody asked for more.
+        """
+        return self.database.read(lambda tx: cost.cost(tx, ref, copies=copies, shown=shown))
+
+    def freed_by_removing(self, ref: Ref) -> int:
+        """Stored bytes that nobody else needs. Raises NoSuchThing."""
+        return self.database.read(lambda tx: cost.freed_by_removing(tx, ref))
+
+    def take_lease(self, ref: Ref, holder: str, seconds: float) -> ReadLease:
+        """Keep a version's bytes for a reader, even if it is removed. Raises NoSuchThing."""
+        return self.database.write(lambda tx: leases.take(tx, ref, holder, seconds))
+
+    def renew_lease(self, lease_id: int, seconds: float) -> ReadLease:
+        """Raises NoSuchThing if the lease has ended: its bytes may go from now on."""
+        return self.database.write(lambda tx: leases.renew(tx, lease_id, seconds))
+
+    def release_lease(self, lease_id: int) -> None:
+        """Idempotent."""
+        self.database.write(lambda tx: leases.release(tx, lease_id))
 
     def _or_me(self, who: str | None) -> str:
         return self._who if who is None else who
@@ -177,12 +380,18 @@ class RegistryUpload:
     """A `weightyard.transfer.catalogue.Upload` in a database."""
 
     def __init__(
-        self, database: Database, upload: UploadId, publication: Publication, lease_s: float
+        self,
+        database: Database,
+        upload: UploadId,
+        publication: Publication,
+        lease_s: float,
+        reading: Reading | None = None,
     ) -> None:
         self._database = database
         self._id = upload
         self._publication = publication
         self._lease_s = lease_s
+        self._reading = reading
 
     @property
     def id(self) -> UploadId:
@@ -190,7 +399,7 @@ class RegistryUpload:
 
     def claim(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
         self._database.write(lambda tx: uploads.revive(tx, blocks))
-        return self._write(uploads.claim, blocks)
+        return self._write(uploads.claim, blocks, self._reading)
 
     def begin_pack(self, pack: PackId) -> None:
         said = self._publication
@@ -208,7 +417,19 @@ class RegistryUpload:
     def commit(
         self, digest: Digest, manifest: Manifest, publication: Publication, key: str
     ) -> Version:
-        return self._write(commits.commit, digest, manifest, publication, key)
+        return self._write(commits.commit, digest, manifest, publication, key, self._reading)
+
+    def committed(self, key: str) -> Version | None:
+        """The version this upload became under a key, if its commit was done before."""
+        return self._database.read(lambda tx: commits.find_done(tx, key, self._id))
+
+    def put_file(self, path: FilePath, manifest: bytes) -> None:
+        """Keep which blocks a received file became."""
+        self._write(received.put, path, manifest)
+
+    def received(self) -> list[bytes]:
+        """The manifests of the files received so far, by path."""
+        return self._database.write(lambda tx: received.manifests(tx, self._id))
 
     def abandon(self) -> None:
         self._database.write(lambda tx: uploads.abandon(tx, self._id))

@@ -17,6 +17,7 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    text,
 )
 
 metadata = MetaData(
@@ -43,7 +44,7 @@ class FileState(enum.StrEnum):
     CONDEMNED = "condemned"
     """Nobody needed it when gc looked. Still whole; a claim makes it live again."""
     DELETING = "deleting"
-    """Its placements are gone; its file is being removed."""
+    """Its placements are gone; its file goes once nobody can be reading it any more."""
     GONE = "gone"
     """Kept for a while, so that a writer which comes back from the dead is noticed."""
     DAMAGED = "damaged"
@@ -54,6 +55,17 @@ class UploadState(enum.StrEnum):
     OPEN = "open"
     COMMITTED = "committed"
     EXPIRED = "expired"
+    SWEPT = "swept"
+    """Ended so long ago that nothing of it can be in staging any more."""
+
+
+class Settle(enum.StrEnum):
+    """What is left to do so that the store keeps a pack as its row says."""
+
+    ADJUST = "adjust"
+    """Tell the store."""
+    REVIEW = "review"
+    """A version that asked for this is gone: ask the others, then tell the store."""
 
 
 registry = Table(
@@ -131,6 +143,7 @@ packs = Table(
     Column("bytes", BigInteger, nullable=False),
     Column("replication", Integer),
     Column("policy", String(64)),
+    Column("settle", String(8), index=True),
 )
 
 blocks = Table(
@@ -147,9 +160,16 @@ placements = Table(
     Column("pack_id", ForeignKey("packs.id"), primary_key=True),
     Column("offset", BigInteger, primary_key=True),
     Column("block_id", ForeignKey("blocks.id"), nullable=False, index=True),
-    Column("base_id", ForeignKey("blocks.id"), index=True),
+    Column("base_id", ForeignKey("blocks.id")),
     Column("stored_bytes", BigInteger, nullable=False),
     Column("encoding", LargeBinary, nullable=False),
+    # Most placements have no base. With those in it, SQLite holds the index to be of no use.
+    Index(
+        "ix_placements_base_id",
+        "base_id",
+        sqlite_where=text("base_id IS NOT NULL"),
+        postgresql_where=text("base_id IS NOT NULL"),
+    ),
 )
 
 # version → list → block: a tensor or file that did not change adds one edge, not its blocks.
@@ -187,7 +207,17 @@ uploads = Table(
     Column("state", String(10), nullable=False),
     Column("created_ms", Millis, nullable=False),
     Column("lease_ms", Millis, nullable=False),
+    Column("publication", JSON),
     Index("ix_uploads_state_lease_ms", "state", "lease_ms"),
+)
+
+# Files a service received for an upload: which blocks each became, until the version is made.
+upload_files = Table(
+    "upload_files",
+    metadata,
+    Column("upload_id", ForeignKey("uploads.id"), primary_key=True),
+    Column("path", Text, primary_key=True),
+    Column("manifest", LargeBinary, nullable=False),
 )
 
 commits = Table(

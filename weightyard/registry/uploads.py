@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, case, delete, exists, insert, or_, select, update
 
 from weightyard.errors import UploadExpired
 from weightyard.format.pack import Placement, entry_bytes, read_entry
 from weightyard.names import BlockId, Digest, ModelName, PackId, UploadId
+from weightyard.records import Publication
 from weightyard.registry import schema
 from weightyard.registry.database import is_one_of, now_ms
 from weightyard.registry.rows import batches, clock, insert_missing
@@ -30,10 +32,17 @@ class OpenUpload:
     upload: UploadId
     model: ModelName
     author: str
+    publication: Publication
+    """What its writer said when it began."""
 
 
 def open_upload(
-    tx: Connection, upload: UploadId, model: ModelName, author: str, lease_s: float
+    tx: Connection,
+    upload: UploadId,
+    model: ModelName,
+    author: str,
+    lease_s: float,
+    publication: Publication,
 ) -> None:
     at_ms = clock(tx)
     tx.execute(
@@ -45,6 +54,7 @@ def open_upload(
             state=UploadState.OPEN,
             created_ms=at_ms,
             lease_ms=at_ms + int(lease_s * 1000),
+            publication=publication.model_dump(mode="json", exclude_defaults=True),
         )
     )
 
@@ -65,7 +75,19 @@ def fence(tx: Connection, upload: UploadId, *, alone: bool = False) -> OpenUploa
         raise UploadExpired(f"upload {upload} is {state}: push again")
     if row.lease_ms <= row.now_ms:
         raise UploadExpired(f"upload {upload} was silent for too long: push again")
-    return OpenUpload(row.id, upload, ModelName(row.project, row.model), row.author)
+    said = Publication.model_validate(row.publication or {})
+    return OpenUpload(row.id, upload, ModelName(row.project, row.model), row.author, said)
+
+
+def find_open(tx: Connection, upload: UploadId) -> OpenUpload:
+    """An upload as it is now, without holding it. Raises UploadExpired if it is unknown."""
+    row = tx.execute(
+        select(schema.uploads).where(schema.uploads.c.name == upload.hex)
+    ).one_or_none()
+    if row is None:
+        raise UploadExpired(f"upload {upload} is unknown: push again")
+    said = Publication.model_validate(row.publication or {})
+    return OpenUpload(row.id, upload, ModelName(row.project, row.model), row.author, said)
 
 
 def heartbeat(tx: Connection, upload: UploadId, lease_s: float) -> None:
@@ -88,15 +110,47 @@ def abandon(tx: Connection, upload: UploadId) -> None:
 
 
 def close(tx: Connection, row_id: int, state: UploadState) -> None:
-    """End an upload; what it pinned is free."""
-    tx.execute(update(schema.uploads).where(schema.uploads.c.id == row_id).values(state=state))
+    """End an upload; what it pinned is free. Its lease ends now, if it has not before."""
+    uploads = schema.uploads
+    ended_ms = case((uploads.c.lease_ms < now_ms(), uploads.c.lease_ms), else_=now_ms())
+    tx.execute(update(uploads).where(uploads.c.id == row_id).values(state=state, lease_ms=ended_ms))
     tx.execute(delete(schema.pins).where(schema.pins.c.upload_id == row_id))
     tx.execute(delete(schema.manifest_pins).where(schema.manifest_pins.c.upload_id == row_id))
+    tx.execute(delete(schema.upload_files).where(schema.upload_files.c.upload_id == row_id))
 
 
-def find_placements(tx: Connection, blocks: Sequence[BlockId]) -> dict[BlockId, list[Placement]]:
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Whose blocks a token may know of: those of versions in its projects, and its own."""
+
+    projects: tuple[str, ...]
+    author: str
+
+    def allows(self, block: ColumnElement[Any]) -> ColumnElement[bool]:
+        """On a column of block ids, in a query that has `packs` in its FROM."""
+        p, u = schema.placements.alias("delta"), schema.uploads
+        is_base = exists().where(p.c.base_id == block, self._in_versions(p.c.block_id))
+        mine = select(u.c.id).where(u.c.author == self.author, u.c.project.in_(self.projects))
+        return or_(self._in_versions(block), is_base, schema.packs.c.upload_id.in_(mine))
+
+    def _in_versions(self, block: ColumnElement[Any]) -> ColumnElement[bool]:
+        lb, vl, v, m = schema.list_blocks, schema.version_lists, schema.versions, schema.models
+        return exists().where(
+            lb.c.block_id == block,
+            vl.c.list_id == lb.c.list_id,
+            v.c.id == vl.c.version_id,
+            v.c.removed_ms.is_(None),
+            m.c.id == v.c.model_id,
+            m.c.project.in_(self.projects),
+        )
+
+
+def find_placements(
+    tx: Connection, blocks: Sequence[BlockId], reading: Reading | None = None
+) -> dict[BlockId, list[Placement]]:
     """Where blocks lie that can be read; bases are not followed."""
     b, p, packs = schema.blocks, schema.placements, schema.packs
+    allowed = [] if reading is None else [reading.allows(b.c.id)]
     found: dict[BlockId, list[Placement]] = {}
     for batch in batches(dict.fromkeys(blocks)):
         rows = tx.execute(
@@ -105,6 +159,7 @@ def find_placements(tx: Connection, blocks: Sequence[BlockId]) -> dict[BlockId, 
             .where(
                 is_one_of(tx, b.c.hash, [block.raw for block in batch]),
                 packs.c.state.in_(_READABLE),
+                *allowed,
             )
         )
         for pack, entry in rows:
@@ -143,11 +198,11 @@ def revive(tx: Connection, blocks: Sequence[BlockId]) -> None:
 
 
 def claim(
-    tx: Connection, upload: UploadId, blocks: Sequence[BlockId]
+    tx: Connection, upload: UploadId, blocks: Sequence[BlockId], reading: Reading | None = None
 ) -> Mapping[BlockId, Sequence[Placement]]:
     """Placements in live packs, which are pinned for the upload in this very transaction."""
     opened = fence(tx, upload)
-    found = find_placements(tx, blocks)
+    found = find_placements(tx, blocks, reading)
     bases = {
         placement.encoding.base
         for placements in found.values()
@@ -276,22 +331,29 @@ def insert_placements(tx: Connection, pack_row: int, placements: Sequence[Placem
 def block_rows(tx: Connection, sizes: Mapping[BlockId, int]) -> dict[BlockId, int]:
     """Row ids of blocks, inserted where they are new. In one order, so that writers do not meet."""
     blocks = schema.blocks
-    ordered = sorted(sizes)
-    insert_missing(
-        tx, blocks, [{"hash": block.raw, "raw_bytes": sizes[block]} for block in ordered]
-    )
-    return find_block_rows(tx, ordered)
+    found: dict[BlockId, int] = {}
+    # Again if gc removed a row after it was found to be there, and before it was locked.
+    while missing := sorted(sizes.keys() - found.keys()):
+        insert_missing(
+            tx, blocks, [{"hash": block.raw, "raw_bytes": sizes[block]} for block in missing]
+        )
+        found |= find_block_rows(tx, missing, hold=True)
+    return found
 
 
-def find_block_rows(tx: Connection, wanted: Sequence[BlockId]) -> dict[BlockId, int]:
+def find_block_rows(
+    tx: Connection, wanted: Sequence[BlockId], *, hold: bool = False
+) -> dict[BlockId, int]:
+    """Row ids of blocks that are known; `hold`: they stay so until the transaction ends."""
     blocks = schema.blocks
+    rows = select(blocks.c.id, blocks.c.hash)
+    if hold:
+        rows = rows.order_by(blocks.c.id).with_for_update(read=True, key_share=True)
     return {
         BlockId.of(raw): row_id
         for batch in batches(wanted)
         for row_id, raw in tx.execute(
-            select(blocks.c.id, blocks.c.hash).where(
-                is_one_of(tx, blocks.c.hash, [block.raw for block in batch])
-            )
+            rows.where(is_one_of(tx, blocks.c.hash, [block.raw for block in batch]))
         )
     }
 

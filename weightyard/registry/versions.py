@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Select, delete, func, select, update
 
-from weightyard.errors import Conflict, NoSuchThing, Protected
+from weightyard.errors import Changed, Conflict, NoSuchThing, Protected
 from weightyard.names import Digest, ModelName, Ref
 from weightyard.records import Model, Retention, Version
 from weightyard.registry import outbox, schema
@@ -223,12 +223,22 @@ def _as_versions(tx: Connection, rows: Sequence[Row[Any]]) -> list[Version]:
     ]
 
 
-def annotate(tx: Connection, ref: Ref, who: str, changes: Mapping[str, Any]) -> Version:
-    """Change what may change of a version: message, metrics, tags, metadata."""
+def annotate(
+    tx: Connection, ref: Ref, who: str, changes: Mapping[str, Any], expect: str | None = None
+) -> Version:
+    """Change what may change of a version: message, metrics, tags, metadata.
+
+    With `expect`, only if its `etag` is this one. Raises NoSuchThing, Changed.
+    """
     row = find(tx, ref)
+    tx.execute(select(_v.c.id).where(_v.c.id == row.id).with_for_update())
+    if expect is not None and (now := get(tx, row.id)).etag != expect:
+        raise Changed(f"{now.ref} was changed meanwhile: read it again")
     allowed = {"message", "metrics", "tags", "metadata"}
     if wrong := set(changes) - allowed:
         raise Conflict(f"{sorted(wrong)} of a version cannot change")
+    if not changes:
+        return get(tx, row.id)
     tx.execute(update(_v).where(_v.c.id == row.id).values(**changes))
     subject = f"{row.project}/{row.name}@v{row.number}"
     record_event(tx, who, "version.annotated", subject, dict(changes))
@@ -239,6 +249,17 @@ def annotate(tx: Connection, ref: Ref, who: str, changes: Mapping[str, Any]) -> 
 
 def mark_used(tx: Connection, ref: Ref) -> None:
     tx.execute(update(_v).where(_v.c.id == find(tx, ref).id).values(used_ms=now_ms()))
+
+
+def hold(tx: Connection, row: Row[Any], *, alone: bool = False) -> Row[Any]:
+    """Keep a version as it is until the transaction ends; `alone`: from all who hold it, too.
+
+    Raises NoSuchThing if it was removed since it was found.
+    """
+    there = select(_v.c.id).where(_v.c.id == row.id, _v.c.removed_ms.is_(None))
+    if tx.scalar(there.with_for_update(read=not alone)) is None:
+        raise NoSuchThing(f"no version {row.project}/{row.name}@v{row.number}")
+    return row
 
 
 def why_protected(tx: Connection, row: Row[Any]) -> str | None:
@@ -260,8 +281,7 @@ def remove(tx: Connection, ref: Ref, who: str, reason: str = "") -> Version:
 
     Raises NoSuchThing, Protected.
     """
-    row = find(tx, ref)
-    tx.execute(select(_v.c.id).where(_v.c.id == row.id).with_for_update())
+    row = hold(tx, find(tx, ref), alone=True)
     if why := why_protected(tx, row):
         raise Protected(f"{ref.model}@v{row.number}: {why}")
     version = _as_versions(tx, [row])[0]

@@ -1,1 +1,1 @@
-"""The service: the registry over HTTP."""
+"""The service: a yard over REST. Routes parse, call one function of the registry, and answer."""

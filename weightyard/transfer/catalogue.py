@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from weightyard.format.manifest import Manifest
 from weightyard.format.pack import Placement
 from weightyard.names import AliasName, BlockId, Digest, ModelName, PackId, Ref, UploadId
-from weightyard.records import AliasMove, Model, Publication, Retention, Version
+from weightyard.records import AliasMove, Cost, Model, Publication, Retention, Version
 from weightyard.storage.store import Store
 
 
@@ -115,6 +115,12 @@ class Catalogue(Placements, Protocol):
         self, name: ModelName, *, before: int | None = None, limit: int = 1000
     ) -> list[Version]:
         """Versions of a model, newest first, those below a number. Raises NoSuchThing."""
+
+    def cost(self, ref: Ref, *, copies: int = 1) -> Cost:
+        """What a version takes, shares, and would give back. Raises NoSuchThing.
+
+        `copies`: how often the store keeps a pack for which nobody asked for more.
+        """
 
     def annotate(self, ref: Ref, changes: Mapping[str, Any]) -> Version:
         """Change a version's message, metrics, tags or metadata. Raises NoSuchThing."""

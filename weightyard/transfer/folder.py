@@ -5,18 +5,18 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 
-from weightyard.errors import Conflict, FileMissing, Refused
+from weightyard.errors import Conflict, NoSuchThing, Refused
 from weightyard.format.assembly import manifest_of
 from weightyard.format.manifest import FileEntry, Manifest
 from weightyard.format.splitting import split_file
 from weightyard.names import FilePath
 from weightyard.transfer.plan import wanted_of
 from weightyard.transfer.reader import Reader, ReadReport
-from weightyard.transfer.source import FileSource
+from weightyard.transfer.source import FileSource, Source, translated
 from weightyard.transfer.writer import Content, Writer
 
 
@@ -25,7 +25,7 @@ def files_in(folder: Path) -> list[tuple[FilePath, Path]]:
     if folder.is_file():
         return [(FilePath(folder.name), folder)]
     if not folder.is_dir():
-        raise FileMissing(f"{folder} is not there")
+        raise NoSuchThing(f"{folder} is not there")
     found = []
     for file in sorted(folder.rglob("*")):
         if file.is_symlink():
@@ -33,23 +33,27 @@ def files_in(folder: Path) -> list[tuple[FilePath, Path]]:
         if file.is_file():
             found.append((FilePath(file.relative_to(folder).as_posix()), file))
     if not found:
-        raise FileMissing(f"{folder} has no files")
+        raise NoSuchThing(f"{folder} has no files")
     return found
 
 
 def folder_contents(
     folder: Path, block_bytes: int, wanted: Callable[[FilePath], bool] = lambda path: True
 ) -> list[Content]:
-    """The files of a folder that are wanted, split. Raises FileMissing if none is."""
-    contents = []
-    for path, file in files_in(folder):
-        if wanted(path):
-            source = FileSource(file)
-            split = split_file(path, source.length, source.read_at, block_bytes)
-            contents.append(Content(split, [source]))
+    """The files of a folder that are wanted, split. Raises NoSuchThing if none is."""
+    found = ((path, FileSource(file)) for path, file in files_in(folder) if wanted(path))
+    contents = split_sources(found, block_bytes)
     if not contents:
-        raise FileMissing(f"{folder} has no file that fits")
+        raise NoSuchThing(f"{folder} has no file that fits")
     return contents
+
+
+def split_sources(files: Iterable[tuple[FilePath, Source]], block_bytes: int) -> list[Content]:
+    """Files, wherever they are, split by what they are."""
+    return [
+        Content(split_file(path, source.length, source.read_at, block_bytes), [source])
+        for path, source in files
+    ]
 
 
 def write_folder(writer: Writer, folder: Path, block_bytes: int) -> Manifest:
@@ -59,23 +63,35 @@ def write_folder(writer: Writer, folder: Path, block_bytes: int) -> Manifest:
 
 
 def read_folder(
-    reader: Reader, manifest: Manifest, folder: Path, files: Sequence[FileEntry] | None = None
+    reader: Reader,
+    manifest: Manifest,
+    folder: Path,
+    files: Sequence[FileEntry] | None = None,
+    progress: Callable[[int], None] | None = None,
 ) -> ReadReport:
     """Put files of a version into a folder, all by default.
 
-    Each gets its name when it is whole and durable. Raises Conflict if one is there already.
+    Each gets its name when it is whole and durable. `progress` is told of bytes done. Raises
+    Conflict if one is there already, NotAllowed, NoSuchThing.
     """
     report = ReadReport()
     for file in manifest.files if files is None else files:
         target = folder.joinpath(*file.name.parts)
         if target.exists() or target.is_symlink():
             raise Conflict(f"{target} is there already: choose another folder")
-        target.parent.mkdir(parents=True, exist_ok=True)
-        report += _read_file(reader, manifest, file, target)
+        with translated(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            report += _read_file(reader, manifest, file, target, progress)
     return report
 
 
-def _read_file(reader: Reader, manifest: Manifest, file: FileEntry, target: Path) -> ReadReport:
+def _read_file(
+    reader: Reader,
+    manifest: Manifest,
+    file: FileEntry,
+    target: Path,
+    progress: Callable[[int], None] | None,
+) -> ReadReport:
     """Blocks are decoded straight into the pages of a mapped file, in any order."""
     partial = target.with_name(f".{secrets.token_hex(8)}.partial")
     report = ReadReport()
@@ -83,12 +99,13 @@ def _read_file(reader: Reader, manifest: Manifest, file: FileEntry, target: Path
         handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         cleanup.callback(partial.unlink, missing_ok=True)
         cleanup.callback(os.close, handle)
-        os.truncate(handle, file.bytes)
         if file.bytes:
+            # Pages of a sparse file that find no room when they are written end the process.
+            os.posix_fallocate(handle, 0, file.bytes)
             with mmap.mmap(handle, file.bytes) as pages, memoryview(pages) as into:
                 wanted = list(wanted_of(manifest, file.extents, into))
                 try:
-                    report = reader.read(wanted)
+                    report = reader.read(wanted, progress)
                 finally:
                     for want in wanted:
                         want.into.release()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from weightyard.errors import AlreadyThere, Conflict, TooLarge
+from collections.abc import Iterator
+from contextlib import suppress
+
+from weightyard.errors import AlreadyThere, Conflict, Retryable, TooLarge
 from weightyard.names import UploadId
 from weightyard.storage import layout
 from weightyard.storage.store import FileOptions, Read, Store, StorePath
@@ -40,3 +43,15 @@ def read_whole(store: Store, path: StorePath, limit_bytes: int = 1 << 28) -> byt
     content = bytearray(location.length)
     store.read(location, [Read(0, memoryview(content))])
     return bytes(content)
+
+
+def read_each_replica(store: Store, path: StorePath, limit_bytes: int) -> Iterator[bytes]:
+    """All of a small file from one replica after the other, those that answer."""
+    location = store.locate(path)
+    if len(location.spans) != 1 or location.length > limit_bytes:
+        return
+    for replica in location.spans[0].replicas:
+        content = bytearray(location.length)
+        with suppress(Retryable):
+            store.read(location, [Read(0, memoryview(content))], replica=replica)
+            yield bytes(content)

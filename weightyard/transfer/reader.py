@@ -74,10 +74,12 @@ class Reader:
         self._choose = choose
         self._timeout_s = timeout_s
 
-    def read(self, wanted: Iterable[Wanted]) -> ReadReport:
+    def read(
+        self, wanted: Iterable[Wanted], progress: Callable[[int], None] | None = None
+    ) -> ReadReport:
         """Fill every buffer. Raises FileMissing, BlockCorrupt, StoreUnavailable.
 
-        After an error the buffers' content is undefined.
+        `progress` is told of raw bytes done. After an error the buffers' content is undefined.
         """
         wanted = list(wanted)
         placements = dict(self._catalogue.placements(list({want.block for want in wanted})))
@@ -85,6 +87,7 @@ class Reader:
         bases = {read.encoding.base for run in runs for read in run.reads}
         placements |= self._catalogue.placements([base for base in bases if base is not None])
         fetching = _Fetching(self._store, placements, self._choose, self._timeout_s)
+        fetch = partial(_fetch, fetching, progress) if progress else fetching.fetch
         # Packs are located ahead of their reads, so that no read waits for the NameNode.
         packs = dict.fromkeys(run.pack for run in runs)
         run_together(
@@ -92,11 +95,16 @@ class Reader:
             "weightyard-read",
             [
                 *(partial(fetching.locate, pack) for pack in packs),
-                *(partial(fetching.fetch, run) for run in runs),
+                *(partial(fetch, run) for run in runs),
             ],
         )
         fetching.report.raw_bytes = sum(want.into.nbytes for want in wanted)
         return fetching.report
+
+
+def _fetch(fetching: _Fetching, progress: Callable[[int], None], run: Run) -> None:
+    fetching.fetch(run)
+    progress(sum(want.into.nbytes for read in run.reads for want in read.wanted))
 
 
 class _Fetching:

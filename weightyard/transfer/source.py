@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from typing_extensions import Buffer
 
-from weightyard.errors import Conflict, FileMissing, NotAllowed
+from weightyard.errors import Conflict, NoSuchThing, NotAllowed, StoreFull
 from weightyard.format.splitting import Piece
 
 
@@ -54,11 +55,11 @@ class FileSource(Source):
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        with _translated(path):
+        with translated(path):
             self.length = path.stat().st_size
 
     def read_into(self, offset: int, into: memoryview) -> None:
-        with _translated(self._path):
+        with translated(self._path):
             file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 if os.fstat(file).st_size != self.length:
@@ -74,13 +75,16 @@ class FileSource(Source):
 
 
 @contextmanager
-def _translated(path: Path) -> Iterator[None]:
+def translated(path: Path) -> Iterator[None]:
+    """Turns what the system says of a file of this machine into the error tree, naming it."""
     try:
         yield
     except PermissionError as why:
         raise NotAllowed(f"{path}: {why.strerror}") from why
     except OSError as why:
-        raise FileMissing(f"{path}: {why.strerror}") from why
+        if why.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise StoreFull(f"{path}: {why.strerror}") from why
+        raise NoSuchThing(f"{path}: {why.strerror}") from why
 
 
 def piece_bytes(piece: Piece, sources: Sequence[Source]) -> memoryview:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,15 +19,14 @@ from typing import Literal
 import numpy as np
 
 from weightyard import codec
-from weightyard.errors import UnderReplicated
 from weightyard.format.block import Codec, block_id
 from weightyard.format.pack import PACK_HEADER, PACK_LIMIT_BYTES, PackBuilder, padding
 from weightyard.format.splitting import Piece, Split
 from weightyard.names import BlockId, PackId
 from weightyard.storage import layout
-from weightyard.storage.deadline import Deadline
 from weightyard.storage.store import FileOptions, Stage, Store
 from weightyard.transfer.catalogue import Packing
+from weightyard.transfer.durable import require_replicas
 from weightyard.transfer.plan import Wanted
 from weightyard.transfer.reader import Reader
 from weightyard.transfer.source import Source, piece_bytes
@@ -228,7 +226,9 @@ class Writer:
                     return
                 stage.write(pack.finish())
                 self._store.publish(stage.close(), layout.pack(pack.pack))
-            self._require_replicas(pack.pack)
+            options = self._options
+            path = layout.pack(pack.pack)
+            require_replicas(self._store, path, options.min_replicas, options.replicas_timeout_s)
             self._upload.add_pack(pack.pack, pack.pack_bytes, pack.placements)
             self._count(stored_bytes=pack.pack_bytes, packs_written=1)
 
@@ -272,20 +272,6 @@ class Writer:
     def _file_options(self) -> FileOptions:
         options = self._options
         return FileOptions(options.replication, options.pack_bytes, options.policy)
-
-    def _require_replicas(self, pack: PackId) -> None:
-        """Wait until a pack lies on enough DataNodes: HDFS closes a file that is on one."""
-        wanted = self._options.min_replicas
-        path = layout.pack(pack)
-        deadline = Deadline.after(self._options.replicas_timeout_s)
-        while True:
-            spans = self._store.locate(path).spans
-            found = min((len(span.replicas) for span in spans), default=wanted)
-            if found >= wanted:
-                return
-            if time.monotonic() + 0.1 > deadline.at:
-                raise UnderReplicated(f"{path} is on {found} DataNodes, {wanted} are required")
-            time.sleep(0.1)
 
     def _count(self, **more: int) -> None:
         with self._lock:

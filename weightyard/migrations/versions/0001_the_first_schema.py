@@ -64,6 +64,7 @@ def upgrade() -> None:
         sa.Column("created_by", sa.Text(), nullable=False),
         sa.Column("last_number", sa.Integer(), nullable=False),
         sa.Column("retention", sa.JSON(), nullable=True),
+        sa.Column("removed_ms", sa.BigInteger(), nullable=True),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_models")),
         sa.UniqueConstraint("project", "name", name=op.f("uq_models_project_name")),
     )
@@ -88,6 +89,7 @@ def upgrade() -> None:
         sa.Column("registry_id", sa.String(length=32), nullable=False),
         sa.Column("yard_id", sa.String(length=32), nullable=True),
         sa.Column("block_bytes", sa.BigInteger(), nullable=False),
+        sa.Column("generation", sa.Integer(), nullable=False),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_registry")),
     )
     op.create_table(
@@ -114,6 +116,7 @@ def upgrade() -> None:
         sa.Column("state", sa.String(length=10), nullable=False),
         sa.Column("created_ms", sa.BigInteger(), nullable=False),
         sa.Column("lease_ms", sa.BigInteger(), nullable=False),
+        sa.Column("publication", sa.JSON(), nullable=True),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_uploads")),
         sa.UniqueConstraint("name", name=op.f("uq_uploads_name")),
     )
@@ -168,12 +171,26 @@ def upgrade() -> None:
         sa.Column("bytes", sa.BigInteger(), nullable=False),
         sa.Column("replication", sa.Integer(), nullable=True),
         sa.Column("policy", sa.String(length=64), nullable=True),
+        sa.Column("settle", sa.String(length=8), nullable=True),
         sa.ForeignKeyConstraint(["upload_id"], ["uploads.id"], name=op.f("fk_packs_upload_id")),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_packs")),
         sa.UniqueConstraint("name", name=op.f("uq_packs_name")),
     )
+    op.create_index(op.f("ix_packs_settle"), "packs", ["settle"], unique=False)
     op.create_index(op.f("ix_packs_state"), "packs", ["state"], unique=False)
     op.create_index(op.f("ix_packs_upload_id"), "packs", ["upload_id"], unique=False)
+    op.create_table(
+        "upload_files",
+        sa.Column(
+            "upload_id", sa.BigInteger().with_variant(sa.Integer(), "sqlite"), nullable=False
+        ),
+        sa.Column("path", sa.Text(), nullable=False),
+        sa.Column("manifest", sa.LargeBinary(), nullable=False),
+        sa.ForeignKeyConstraint(
+            ["upload_id"], ["uploads.id"], name=op.f("fk_upload_files_upload_id")
+        ),
+        sa.PrimaryKeyConstraint("upload_id", "path", name=op.f("pk_upload_files")),
+    )
     op.create_table(
         "manifest_pins",
         sa.Column(
@@ -215,7 +232,14 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["pack_id"], ["packs.id"], name=op.f("fk_placements_pack_id")),
         sa.PrimaryKeyConstraint("pack_id", "offset", name=op.f("pk_placements")),
     )
-    op.create_index(op.f("ix_placements_base_id"), "placements", ["base_id"], unique=False)
+    op.create_index(
+        "ix_placements_base_id",
+        "placements",
+        ["base_id"],
+        unique=False,
+        sqlite_where=sa.text("base_id IS NOT NULL"),
+        postgresql_where=sa.text("base_id IS NOT NULL"),
+    )
     op.create_index(op.f("ix_placements_block_id"), "placements", ["block_id"], unique=False)
     op.create_table(
         "versions",
@@ -240,6 +264,7 @@ def upgrade() -> None:
         sa.Column("created_ms", sa.BigInteger(), nullable=False),
         sa.Column("used_ms", sa.BigInteger(), nullable=True),
         sa.Column("removed_ms", sa.BigInteger(), nullable=True),
+        sa.Column("damaged_ms", sa.BigInteger(), nullable=True),
         sa.ForeignKeyConstraint(
             ["manifest_id"], ["manifests.id"], name=op.f("fk_versions_manifest_id")
         ),
@@ -248,6 +273,7 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("id", name=op.f("pk_versions")),
         sa.UniqueConstraint("model_id", "number", name=op.f("uq_versions_model_id_number")),
     )
+    op.create_index(op.f("ix_versions_damaged_ms"), "versions", ["damaged_ms"], unique=False)
     op.create_index(op.f("ix_versions_manifest_id"), "versions", ["manifest_id"], unique=False)
     op.create_index(op.f("ix_versions_parent_id"), "versions", ["parent_id"], unique=False)
     op.create_table(
@@ -320,16 +346,24 @@ def downgrade() -> None:
     op.drop_table("aliases")
     op.drop_index(op.f("ix_versions_parent_id"), table_name="versions")
     op.drop_index(op.f("ix_versions_manifest_id"), table_name="versions")
+    op.drop_index(op.f("ix_versions_damaged_ms"), table_name="versions")
     op.drop_table("versions")
     op.drop_index(op.f("ix_placements_block_id"), table_name="placements")
-    op.drop_index(op.f("ix_placements_base_id"), table_name="placements")
+    op.drop_index(
+        "ix_placements_base_id",
+        table_name="placements",
+        sqlite_where=sa.text("base_id IS NOT NULL"),
+        postgresql_where=sa.text("base_id IS NOT NULL"),
+    )
     op.drop_table("placements")
     op.drop_index("ix_pins_pack_id", table_name="pins")
     op.drop_table("pins")
     op.drop_index("ix_manifest_pins_manifest_id", table_name="manifest_pins")
     op.drop_table("manifest_pins")
+    op.drop_table("upload_files")
     op.drop_index(op.f("ix_packs_upload_id"), table_name="packs")
     op.drop_index(op.f("ix_packs_state"), table_name="packs")
+    op.drop_index(op.f("ix_packs_settle"), table_name="packs")
     op.drop_table("packs")
     op.drop_index(op.f("ix_manifests_state"), table_name="manifests")
     op.drop_table("manifests")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from weightyard.errors import Conflict, FileMissing, NoSuchThing, StaleLocation
 from weightyard.names import FilePath
 from weightyard.settings import Settings
-from weightyard.storage.hdfs.store import HdfsStore
+from weightyard.storage.hdfs.store import READ_PATHS, HdfsStore
 from weightyard.storage.retry import Retry
 from weightyard.storage.store import Location, Read, ReadPath, StorePath
 
@@ -34,14 +36,18 @@ class _Found(StorePath):
 class HdfsTree:
     """Files below a folder of HDFS, or the one file. Thread-safe; reads as HdfsStore does."""
 
-    def __init__(self, url: str, settings: Settings | None = None) -> None:
+    def __init__(
+        self,
+        url: str,
+        settings: Settings | None = None,
+        *,
+        read_paths: Sequence[ReadPath] = READ_PATHS,
+    ) -> None:
         settings = settings or Settings()
-        self._url = url
-        head, _, name = url.rstrip("/").rpartition("/")
-        self._store = _Listing(url, settings)
+        self._url = url.rstrip("/")
+        self._open = partial(_Listing, settings=settings, read_paths=read_paths)
+        self._store = self._open(self._url)
         self._retry = Retry(deadline_s=settings.deadline_s)
-        self._as_file = (head, name)
-        self._settings = settings
         self._locations: dict[FilePath, Location] = {}
         self._lock = threading.Lock()
 
@@ -76,10 +82,10 @@ class HdfsTree:
 
     def _one_file(self) -> TreeFile:
         """The URL names a file: go on from the folder it lies in."""
-        folder, name = self._as_file
-        self._store.close()
-        self._store = _Listing(folder, self._settings)
+        folder, _, name = self._url.rpartition("/")
         path = FilePath(name)
+        self._store.close()
+        self._store = self._open(folder)
         return self._retry.run("stat", lambda: self._store.file(path))
 
     def _locate(self, file: TreeFile) -> Location:

@@ -1,0 +1,179 @@
+"""The command line on a real HDFS, as a new user would try it."""
+
+from __future__ import annotations
+
+import filecmp
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import hdfs_native
+import pytest
+from cli_runs import Cli
+from hdfs_native import WriteOptions
+
+from weightyard.errors import Conflict
+from weightyard.names import FilePath
+from weightyard.settings import Settings
+from weightyard.storage.hdfs.tree import HdfsTree
+from weightyard.storage.store import ReadPath
+from weightyard.testing.cluster import MiniCluster
+
+pytestmark = pytest.mark.cluster
+
+BERT = "team/bert"
+
+
+@pytest.fixture
+def hdfs(cli: Cli, cluster: MiniCluster, monkeypatch: pytest.MonkeyPatch) -> Cli:
+    """Commands on a fresh yard in HDFS, set up by the environment alone."""
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(cluster.conf_dir))
+    monkeypatch.setenv("WEIGHTYARD_STORE", f"{cluster.fresh_dir()}/yard")
+    monkeypatch.setenv("WEIGHTYARD_DEADLINE_S", "30")
+    return cli
+
+
+@pytest.fixture
+def whole_files(cluster: MiniCluster, base: Path) -> str:
+    """A model as teams keep it: whole files in a folder of HDFS, with names as they come."""
+    url = cluster.fresh_dir()
+    _put(cluster, f"{url}/model.safetensors", (base / "model.safetensors").read_bytes())
+    _put(cluster, f"{url}/config.json", (base / "config.json").read_bytes())
+    _put(cluster, f"{url}/sub dir/_odd name=1%20+.bin", os.urandom(3 << 20))
+    _put(cluster, f"{url}/_SUCCESS", b"")
+    return url
+
+
+def _client(cluster: MiniCluster) -> hdfs_native.Client:
+    return hdfs_native.Client(cluster.url, dict(cluster.client_properties))
+
+
+def _put(cluster: MiniCluster, url: str, content: bytes) -> None:
+    options = WriteOptions(overwrite=True, create_parent=True, block_size=1 << 20)
+    with _client(cluster).create(urlsplit(url).path, options) as file:
+        file.write(content)
+
+
+def test_the_story_of_the_readme_works_on_hdfs(
+    hdfs: Cli, base: Path, tuned: Path, tmp_path: Path
+) -> None:
+    hdfs.ok("push", base, BERT, "--alias", "prod", "-m", "first try")
+    pushed = hdfs.json("push", tuned, BERT, "--parent", f"{BERT}@prod")
+    assert 0 < pushed["new_bytes"] < pushed["logical_bytes"]
+    assert hdfs.json("diff", f"{BERT}@v1", f"{BERT}@v2")["tensors_changed"]
+    hdfs.ok("alias", "set", BERT, "prod", "v2")
+    hdfs.ok("pull", f"{BERT}@prod", tmp_path / "out")
+    names = ["config.json", "model.safetensors"]
+    assert filecmp.cmpfiles(tuned, tmp_path / "out", names, shallow=False)[0] == names
+    hdfs.ok("alias", "rollback", BERT, "prod")
+    hdfs.ok("rm", f"{BERT}@v2", "--yes")
+    hdfs.ok("gc", "--grace", "0s", "--unsafe-grace")
+    checked = hdfs.json("check", "--read-data")
+    assert checked["clean"]
+    assert checked["read_bytes"] > checked["stored_bytes"]  # more than one replica
+
+
+def test_a_folder_in_hdfs_is_pushed_without_touching_a_local_disk(
+    hdfs: Cli, base: Path, whole_files: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    local = hdfs.json("push", base, "team/local")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "not-there"))
+    pushed = hdfs.json("push", whole_files, BERT)
+    assert (pushed["files"], pushed["tensors"]) == (4, 2)
+    assert pushed["structure"]["config"] == {"layers": 2}
+    assert pushed["new_bytes"] == 3 << 20  # the model itself is there from the local push
+    monkeypatch.delenv("TMPDIR")
+    hdfs.ok("pull", BERT, tmp_path / "out")
+    assert (tmp_path / "out" / "sub dir" / "_odd name=1%20+.bin").stat().st_size == 3 << 20
+    same = (tmp_path / "out" / "model.safetensors").read_bytes()
+    assert same == (base / "model.safetensors").read_bytes()
+    assert local["digest"] != pushed["digest"]
+
+
+def test_one_file_of_hdfs_can_be_pushed_and_a_missing_folder_is_named(
+    hdfs: Cli, whole_files: str
+) -> None:
+    assert hdfs.json("push", f"{whole_files}/config.json", BERT)["files"] == 1
+    pushed = hdfs.json("push", whole_files, BERT, "--include", "*.safetensors")
+    assert (pushed["files"], pushed["tensors"]) == (1, 2)
+    said = hdfs.refused(2, "push", f"{whole_files}/nope", BERT)
+    assert f"{whole_files}/nope is not there" in said
+
+
+def test_a_file_of_hdfs_that_changes_while_it_is_read_is_a_conflict(
+    hdfs: Cli, cluster: MiniCluster, whole_files: str
+) -> None:
+    tree = HdfsTree(whole_files, Settings())
+    try:
+        (file,) = [file for file in tree.files() if file.path == FilePath("config.json")]
+        _put(cluster, f"{whole_files}/config.json", b'{"layers": 3}')
+        with pytest.raises(Conflict, match="changed while it was read"):
+            tree.read_into(file, 0, memoryview(bytearray(13)))
+        (file,) = [file for file in tree.files() if file.path == FilePath("config.json")]
+        got = bytearray(13)
+        tree.read_into(file, 0, memoryview(got))
+        assert got == b'{"layers": 3}'
+    finally:
+        tree.close()
+
+
+@pytest.mark.parametrize("way", [ReadPath.NATIVE, ReadPath.WEBHDFS])
+def test_a_folder_of_hdfs_is_read_by_the_same_other_ways_where_direct_reads_fail(
+    hdfs: Cli, whole_files: str, way: ReadPath
+) -> None:
+    tree = HdfsTree(whole_files, Settings(), read_paths=(way,))
+    try:
+        for file in tree.files():
+            got = bytearray(file.length)
+            tree.read_into(file, 0, memoryview(got))
+            if file.path == FilePath("config.json"):
+                assert got == b'{"layers": 2}'
+    finally:
+        tree.close()
+
+
+def test_copies_of_a_version_are_raised_and_lowered(
+    hdfs: Cli, cluster: MiniCluster, base: Path
+) -> None:
+    pushed = hdfs.json("push", base, BERT, "--replication", "2")
+    root = urlsplit(os.environ["WEIGHTYARD_STORE"]).path
+
+    def copies() -> set[int | None]:
+        listed = _client(cluster).list_status(f"{root}/packs", recursive=True)
+        return {file.replication for file in listed if not file.isdir}
+
+    assert copies() == {2}
+    assert hdfs.json("set", pushed["ref"], "--replication", "3")["replication"] == 3
+    assert copies() == {3}
+    hdfs.ok("set", BERT, "--replication", "1", "--policy", "COLD")
+    assert copies() == {1}
+    assert "NO_SUCH" in hdfs.refused(2, "set", BERT, "--policy", "NO_SUCH")
+    assert hdfs.json("show", BERT)["policy"] == "COLD"
+
+
+def test_doctor_says_which_way_bytes_come_and_who_can_read_them(hdfs: Cli, base: Path) -> None:
+    before = {one["check"]: one for one in hdfs.json("doctor")["findings"]}
+    assert "weightyard init" in before["store"]["advice"]
+    hdfs.ok("init", "--mode", "0750")
+    findings = hdfs.json("doctor")["findings"]
+    found = {one["check"]: one for one in findings}
+    assert found["read path"]["message"].startswith("reads are direct")
+    assert found["isolation"]["state"] == "ok"
+    assert "0750" in found["permissions"]["message"]
+    assert {"hdfs", "webhdfs", "kerberos", "encryption", "binding", "clock"} <= found.keys()
+    assert not [one for one in findings if one["state"] == "fail"]
+    hdfs.ok("init", "--mode", "0755")
+    found = {one["check"]: one for one in hdfs.json("doctor")["findings"]}
+    assert found["isolation"]["state"] == "warn"
+
+
+def test_a_user_without_permission_is_told_so(
+    hdfs: Cli, base: Path, tmp_path: Path, cluster: MiniCluster
+) -> None:
+    hdfs.ok("init", "--mode", "0700")
+    hdfs.ok("push", base, BERT)
+    other = {**os.environ, "HADOOP_USER_NAME": "alice", "WEIGHTYARD_HOME": str(tmp_path / "alice")}
+    ran = hdfs.process("ls", env=other)
+    assert ran.returncode == 2
+    assert "Permission denied" in ran.stderr
+    assert len(ran.stderr.splitlines()) == 1

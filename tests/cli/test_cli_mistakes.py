@@ -1,0 +1,185 @@
+"""Every mistake has one line that says what to do, and the exit code of its group."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from cli_runs import Cli
+
+BERT = "team/bert"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "bert", "team/", "/bert", "team/../etc", "team/..", "team/%2e%2e", "team/be rt",
+        "team/b\tt", "team/bért", "team/" + "b" * 97, "team/bert/more", "-team/bert\x00",
+    ],
+)  # fmt: skip
+def test_a_hostile_name_is_refused_and_leaves_nothing(
+    cli: Cli, base: Path, name: str, tmp_path: Path
+) -> None:
+    assert cli.refused(2, "push", "--", base, name).startswith("weightyard: model name")
+    assert not (tmp_path / "home").exists()
+
+
+@pytest.mark.parametrize("alias", ["latest", "v3", "PROD", "a b", "../x", "deadbeef"])
+def test_an_alias_that_would_read_as_something_else_is_refused(
+    cli: Cli, base: Path, alias: str
+) -> None:
+    assert "alias" in cli.refused(2, "push", base, BERT, "--alias", alias)
+
+
+def test_a_name_with_a_slip_gets_a_suggestion(cli: Cli, base: Path) -> None:
+    cli.ok("push", base, BERT, "--alias", "prod")
+    assert cli.refused(2, "show", "team/brt").endswith("Did you mean team/bert?")
+    assert "team/bert" in cli.refused(2, "ls", "teem/bert")
+    said = cli.refused(2, "pull", f"{BERT}@pord", "out")
+    assert "@prod" in said
+    assert "@v1" in said
+    assert cli("shwo", BERT).code == 2
+    assert "Did you mean" in cli("shwo", BERT).err
+
+
+def test_an_empty_yard_says_how_to_begin(cli: Cli) -> None:
+    assert "weightyard push" in cli.ok("ls")
+    assert "no models yet" in cli.refused(2, "show", BERT)
+
+
+def test_a_missing_or_empty_folder_is_named(cli: Cli, tmp_path: Path) -> None:
+    assert str(tmp_path / "nowhere") in cli.refused(2, "push", tmp_path / "nowhere", BERT)
+    (tmp_path / "empty").mkdir()
+    assert "has no files" in cli.refused(2, "push", tmp_path / "empty", BERT)
+
+
+def test_a_pattern_that_fits_nothing_says_what_there_is(
+    cli: Cli, base: Path, tmp_path: Path
+) -> None:
+    assert "no file that fits" in cli.refused(2, "push", base, BERT, "--include", "*.bin")
+    cli.ok("push", base, BERT)
+    said = cli.refused(2, "pull", BERT, tmp_path / "out", "--include", "*.bin")
+    assert "model.safetensors" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_link_is_refused_by_name(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "link").symlink_to("/etc/passwd")
+    assert "is a link" in cli.refused(2, "push", tmp_path / "model", BERT)
+
+
+def test_what_is_there_is_never_overwritten(cli: Cli, base: Path, tmp_path: Path) -> None:
+    cli.ok("push", base, BERT)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("mine")
+    assert "config.json is there already" in cli.refused(4, "pull", BERT, tmp_path / "out")
+    assert (tmp_path / "out" / "config.json").read_text() == "mine"
+
+
+def test_a_place_that_cannot_be_written_is_named(cli: Cli, base: Path) -> None:
+    cli.ok("push", base, BERT)
+    assert "/proc/here" in cli.refused(2, "pull", BERT, "/proc/here")
+    assert "/proc" in cli.refused(2, "--yard", "/proc/yard", "ls")
+
+
+def test_url_and_store_together_are_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTYARD_URL", "http://127.0.0.1:1")
+    monkeypatch.setenv("WEIGHTYARD_STORE", "/tmp/never")
+    assert "both set" in cli.refused(2, "ls")
+
+
+def test_a_service_that_does_not_answer_is_named(cli: Cli) -> None:
+    said = cli.refused(3, "--yard", "http://127.0.0.1:1", "ls")
+    assert "http://127.0.0.1:1 does not answer" in said
+
+
+def test_who_runs_a_yard_needs_more_than_a_service(cli: Cli) -> None:
+    for command in (["db", "current"], ["init"], ["rebuild", "--yes"]):
+        assert "is a service" in cli.refused(2, "--yard", "http://127.0.0.1:1", *command)
+
+
+def test_a_store_of_another_registry_names_both(
+    cli: Cli, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.ok("--yard", tmp_path / "yard", "push", base, BERT)
+    monkeypatch.setenv("WEIGHTYARD_DB", f"sqlite:///{tmp_path}/other.db")
+    said = cli.refused(2, "--yard", tmp_path / "yard", "ls")
+    assert "belongs to registry" in said
+    assert "rebuild --adopt" in said
+
+
+def test_a_database_url_that_makes_no_sense_is_refused_without_showing_it(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for url in ("secret", "mysql://me:secret@host/x", "postgresql://me:secret@host:port/x"):
+        monkeypatch.setenv("WEIGHTYARD_DB", url)
+        said = cli.refused(2, "ls")
+        assert "postgresql://" in said
+        assert "secret" not in said
+
+
+def test_a_database_with_no_schema_says_which_command_to_run(cli: Cli, tmp_path: Path) -> None:
+    db = f"sqlite:///{tmp_path}/new.db"
+    ran = cli("db", "current", "--db", db)
+    assert ran.code == 1
+    assert "weightyard db upgrade" in ran.out
+    cli.ok("db", "upgrade", "--db", db)
+    assert cli.json("db", "current", "--db", db)["is_current"]
+
+
+def test_a_database_of_a_newer_weightyard_is_left_alone(cli: Cli, tmp_path: Path) -> None:
+    import sqlite3
+
+    cli.ok("init")
+    (database,) = (tmp_path / "home" / "store").glob("*.db")
+    with sqlite3.connect(database) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = '9999'")
+    connection.close()
+    for command in (["ls"], ["db", "upgrade"]):
+        assert "newer than this weightyard" in cli.refused(2, *command)
+
+
+def test_options_that_do_not_fit_are_usage_errors(cli: Cli, base: Path) -> None:
+    for words in (
+        ["push", base, BERT, "--metric", "accuracy"],
+        ["push", base, BERT, "--metric", "accuracy=good"],
+        ["push", base, BERT, "--metric", "accuracy=nan"],
+        ["push", base, BERT, "--replication", "0"],
+        ["push", base, BERT, "--codec", "zip"],
+        ["gc", "--grace", "soon"],
+        ["init", "--mode", "9"],
+        ["set", BERT],
+        ["alias", "set", BERT, "prod", "1", "--expect", "yesterday"],
+        ["token", "create", "ci", "--role", "king"],
+        ["retention", BERT, "--off", "--keep-last", "1"],
+    ):
+        ran = cli(*words)
+        assert ran.code == 2, words
+        assert "Usage" in ran.err
+
+
+def test_a_folder_keeps_one_copy(cli: Cli, base: Path) -> None:
+    assert "hdfs://" in cli.refused(2, "push", base, BERT, "--replication", "3")
+    assert cli.json("ls")["models"] == []
+    cli.ok("push", base, BERT)
+    assert "one copy" in cli.refused(2, "set", BERT, "--replication", "2")
+
+
+def test_a_message_too_long_is_refused_before_anything_is_read(cli: Cli, base: Path) -> None:
+    assert "message" in cli.refused(2, "push", base, BERT, "-m", "x" * 10_001)
+
+
+def test_with_json_an_error_is_json_too(cli: Cli) -> None:
+    line = cli.refused(2, "show", BERT, "--json")
+    assert json.loads(line)["error"] == "no-such-thing"
+    assert BERT in json.loads(line)["message"]
+
+
+def test_text_others_wrote_is_shown_and_never_obeyed(cli: Cli, base: Path) -> None:
+    cli.ok("push", base, BERT, "-m", "\x1b]0;owned\x07[bold red]hi[/]\nsecond line")
+    for command in (["ls", BERT], ["show", BERT]):
+        shown = cli.ok(*command)
+        assert "\x1b" not in shown
+        assert "[bold red]hi[/]" in shown

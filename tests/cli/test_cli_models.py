@@ -1,0 +1,176 @@
+"""What people do with models, on the embedded default, as they would type it."""
+
+from __future__ import annotations
+
+import filecmp
+from pathlib import Path
+
+import pytest
+from cli_runs import Cli
+
+import weightyard
+
+BERT = "team/bert"
+
+
+def _same(left: Path, right: Path) -> bool:
+    names = sorted(path.relative_to(left).as_posix() for path in left.rglob("*") if path.is_file())
+    there = sorted(
+        path.relative_to(right).as_posix() for path in right.rglob("*") if path.is_file()
+    )
+    return names == there and filecmp.cmpfiles(left, right, names, shallow=False)[0] == names
+
+
+def test_what_is_pushed_comes_back_bit_for_bit_by_its_alias(
+    cli: Cli, base: Path, tmp_path: Path
+) -> None:
+    said = cli.ok("push", base, BERT, "--alias", "prod", "-m", "first try")
+    assert "team/bert@v1" in said
+    assert "prod" in said
+    assert cli.json("show", BERT)["last_used"] is None
+    cli.ok("pull", f"{BERT}@prod", tmp_path / "out")
+    assert _same(base, tmp_path / "out")
+    assert cli.json("show", BERT)["last_used"] is not None
+
+
+def test_a_second_push_of_the_same_sends_nothing(cli: Cli, base: Path) -> None:
+    first = cli.json("push", base, BERT)
+    again = cli.json("push", base, BERT)
+    assert first["new_bytes"] == first["logical_bytes"] > 0
+    assert (again["version"], again["digest"]) == (2, first["digest"])
+    assert (again["new_bytes"], again["stored_bytes"], again["packs_written"]) == (0, 0, 0)
+
+
+def test_a_dry_run_tells_what_a_push_then_sends_and_leaves_nothing(
+    cli: Cli, base: Path, tuned: Path
+) -> None:
+    cli.ok("push", base, BERT)
+    plan = cli.json("push", tuned, BERT, "--dry-run")
+    assert [version["version"] for version in cli.json("ls", BERT)["versions"]] == [1]
+    pushed = cli.json("push", tuned, BERT)
+    assert (plan["new_bytes"], plan["digest"]) == (pushed["new_bytes"], pushed["digest"])
+    assert {file["path"]: file["new_bytes"] for file in plan["files"]}["config.json"] == 0
+    assert "Nothing was sent" in cli.ok("push", tuned, BERT, "--dry-run")
+
+
+def test_a_version_keeps_what_its_author_said_of_it(cli: Cli, base: Path, tuned: Path) -> None:
+    cli.ok("push", base, BERT)
+    cli.ok(
+        "push", tuned, BERT, "--parent", BERT, "-m", "tuned", "--metric", "accuracy=0.93",
+        "--metric", "loss=1e-3", "--tag", "data=v2",
+    )  # fmt: skip
+    shown = cli.json("show", BERT)
+    assert shown["parent"] == f"{BERT}@v1"
+    assert shown["metrics"] == {"accuracy": 0.93, "loss": 0.001}
+    assert (shown["tags"], shown["message"]) == ({"data": "v2"}, "tuned")
+    assert shown["structure"]["config"] == {"layers": 2}
+    human = cli.ok("show", BERT, "--tensors")
+    assert "accuracy=0.93" in human
+    assert "256×128" in human
+
+
+def test_diff_names_the_tensor_that_changed_and_the_bytes_shared(
+    cli: Cli, base: Path, tuned: Path
+) -> None:
+    cli.ok("push", base, BERT)
+    cli.ok("push", tuned, BERT)
+    found = cli.json("diff", f"{BERT}@v1", f"{BERT}@v2")
+    assert found["tensors_changed"] == ["model.safetensors:head"]
+    assert (found["tensors_same"], found["files_same"]) == (1, 1)
+    assert found["shared_bytes"] >= 256 * 256 * 4
+    assert "~ tensor model.safetensors:head" in cli.ok("diff", f"{BERT}@v1", f"{BERT}@v2")
+
+
+def test_an_alias_moves_with_its_history_and_rolls_back(cli: Cli, base: Path, tuned: Path) -> None:
+    cli.ok("push", base, BERT, "--alias", "prod")
+    cli.ok("push", tuned, BERT)
+    cli.ok("alias", "set", BERT, "prod", "v2", "--reason", "better", "--expect", "1")
+    assert cli.json("show", f"{BERT}@prod")["version"] == 2
+    cli.ok("alias", "rollback", BERT, "prod", "--reason", "latency")
+    moves = cli.json("alias", "log", BERT, "prod")["moves"]
+    assert [(move["before"], move["after"]) for move in moves] == [(2, 1), (1, 2), (None, 1)]
+    assert [move["reason"] for move in moves[:2]] == ["latency", "better"]
+    assert "better" in cli.ok("alias", "log", BERT, "prod")
+    cli.ok("alias", "rm", BERT, "prod")
+    cli.refused(2, "show", f"{BERT}@prod")
+
+
+def test_an_alias_that_was_moved_meanwhile_is_a_conflict_that_says_where_it_is(
+    cli: Cli, base: Path, tuned: Path
+) -> None:
+    cli.ok("push", base, BERT, "--alias", "prod")
+    cli.ok("push", tuned, BERT)
+    said = cli.refused(4, "alias", "set", BERT, "prod", "2", "--expect", "v2")
+    assert "is on 1" in said
+    said = cli.refused(4, "alias", "set", BERT, "prod", "2", "--expect", "none")
+    assert cli.json("show", f"{BERT}@prod")["version"] == 1
+
+
+def test_rm_says_what_it_frees_and_asks_where_someone_can_answer(
+    cli: Cli, base: Path, tuned: Path
+) -> None:
+    cli.ok("push", base, BERT, "--alias", "prod")
+    cli.ok("push", tuned, BERT)
+    said = cli.refused(2, "rm", f"{BERT}@v2")
+    assert "KiB" in said
+    assert "--yes" in said
+    assert cli.json("ls", BERT)["versions"][0]["version"] == 2
+    removed = cli.json("rm", f"{BERT}@v2", "--yes")
+    assert 0 < removed["freed_bytes"] < 256 * 256 * 4
+    assert [version["version"] for version in cli.json("ls", BERT)["versions"]] == [1]
+
+
+def test_rm_guesses_no_version_and_takes_none_with_an_alias(cli: Cli, base: Path) -> None:
+    cli.ok("push", base, BERT, "--alias", "prod")
+    assert f"{BERT}@v3" in cli.refused(2, "rm", BERT, "--yes")
+    assert "alias prod" in cli.refused(2, "rm", f"{BERT}@v1", "--yes")
+
+
+def test_only_files_that_fit_are_pushed_and_pulled(cli: Cli, base: Path, tmp_path: Path) -> None:
+    assert cli.json("push", base, BERT, "--exclude", "*.json")["files"] == 1
+    cli.ok("push", base, BERT)
+    pulled = cli.json("pull", BERT, tmp_path / "out", "--include", "*.json")
+    assert (pulled["files"], pulled["bytes"]) == (1, 13)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+
+
+def test_one_file_can_be_pushed(cli: Cli, base: Path) -> None:
+    pushed = cli.json("push", base / "model.safetensors", BERT)
+    assert (pushed["files"], pushed["tensors"]) == (1, 2)
+
+
+def test_a_delta_comes_back_bit_for_bit(cli: Cli, base: Path, tuned: Path, tmp_path: Path) -> None:
+    cli.ok("push", base, BERT)
+    cli.ok("push", tuned, BERT, "--parent", f"{BERT}@v1", "--delta", "only")
+    cli.ok("pull", f"{BERT}@v2", tmp_path / "out")
+    assert _same(tuned, tmp_path / "out")
+    assert cli("push", tuned, BERT, "--delta", "only").code == 2
+
+
+def test_load_tells_what_came(cli: Cli, base: Path) -> None:
+    pytest.importorskip("torch")
+    cli.ok("push", base, BERT)
+    assert cli.json("load", BERT)["tensors"] == 2
+    assert "warp" in cli.refused(2, "load", BERT, "--device", "warp")
+
+
+def test_the_yard_of_an_argument_goes_before_the_environment(
+    cli: Cli, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.ok("--yard", tmp_path / "other", "push", base, BERT)
+    assert cli.json("ls")["models"] == []
+    monkeypatch.setenv("WEIGHTYARD_STORE", str(tmp_path / "other"))
+    assert [model["name"] for model in cli.json("ls")["models"]] == [BERT]
+    assert cli.json("ls", "--yard", tmp_path / "third")["models"] == []
+
+
+def test_a_listing_longer_than_a_page_is_whole(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "one").write_bytes(b"1")
+    with weightyard.open() as yard:
+        for name in ("team/a", "team/b", "team/b", "team/b", "team/c"):
+            yard.push(tmp_path / "one", name)
+    monkeypatch.setattr("weightyard.cli.refs._PAGE", 2)
+    assert [model["name"] for model in cli.json("ls")["models"]] == ["team/a", "team/b", "team/c"]
+    assert [one["version"] for one in cli.json("ls", "team/b")["versions"]] == [3, 2, 1]

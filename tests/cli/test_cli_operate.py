@@ -1,0 +1,166 @@
+"""What who runs a yard does, on the embedded default."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from cli_runs import Cli
+
+BERT = "team/bert"
+
+
+@pytest.fixture
+def two(cli: Cli, base: Path, tuned: Path) -> Cli:
+    """A yard with two versions, the first with an alias."""
+    cli.ok("push", base, BERT, "--alias", "prod")
+    cli.ok("push", tuned, BERT)
+    return cli
+
+
+def test_gc_frees_what_rm_said_and_keeps_the_rest(two: Cli, base: Path, tmp_path: Path) -> None:
+    assert "Nothing to collect" in two.ok("gc", "--dry-run")
+    freed = two.json("rm", f"{BERT}@v2", "--yes")["freed_bytes"]
+    plan = two.json("gc", "--dry-run", "--grace", "0s")
+    assert plan["deleted_bytes"] >= freed
+    assert all(item["why"] for item in plan["items"])
+    assert two.json("gc")["packs_deleted"] == 0  # its grace has only begun
+    done = two.json("gc", "--grace", "0s")
+    assert (done["dry_run"], done["deleted_bytes"]) == (False, plan["deleted_bytes"])
+    two.ok("pull", BERT, tmp_path / "out")
+    assert two.json("check", "--read-data")["clean"]
+
+
+def test_a_short_grace_on_a_shared_yard_must_be_meant(
+    two: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightyard.yard.Yard.is_embedded", property(lambda yard: False))
+    assert "--unsafe-grace" in two.refused(2, "gc", "--grace", "1h")
+    two.ok("gc", "--grace", "1h", "--unsafe-grace")
+
+
+def test_check_names_what_is_damaged_and_which_versions_need_it(two: Cli, tmp_path: Path) -> None:
+    pack = max(
+        (tmp_path / "home" / "store" / "packs").rglob("*"), key=lambda path: path.stat().st_size
+    )
+    pack.chmod(0o644)
+    content = bytearray(pack.read_bytes())
+    content[len(content) // 2] ^= 1
+    pack.write_bytes(content)
+    ran = two("check", "--read-data")
+    assert ran.code == 5
+    assert pack.name in ran.out
+    assert f"{BERT}@v1" in ran.out
+
+
+def test_check_reports_a_file_nobody_knows_and_leaves_it(two: Cli, tmp_path: Path) -> None:
+    stray = tmp_path / "home" / "store" / "packs" / "00" / ("00" * 16)
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_bytes(b"?")
+    ran = two("check")
+    assert ran.code == 5
+    assert stray.name in ran.out
+    two.ok("gc", "--grace", "0s")
+    assert stray.exists()
+
+
+def test_a_lost_database_is_rebuilt_from_the_store(two: Cli, tmp_path: Path) -> None:
+    two.ok("alias", "set", BERT, "prod", "2", "--reason", "better")
+    before = two.json("ls", BERT), two.json("alias", "log", BERT, "prod")
+    for file in (tmp_path / "home" / "store").glob("registry.db*"):
+        file.unlink()
+    assert "rebuild" in two.refused(2, "ls")
+    assert "--yes" in two.refused(2, "rebuild")
+    said = two.ok("rebuild", "--yes")
+    assert "2 versions" in said
+    assert "tokens" in said
+    after = two.json("ls", BERT), two.json("alias", "log", BERT, "prod")
+    assert [version["digest"] for version in after[0]["versions"]] == [
+        version["digest"] for version in before[0]["versions"]
+    ]
+    assert after[1] == before[1]
+
+
+def test_a_store_moved_elsewhere_can_be_adopted(two: Cli, tmp_path: Path) -> None:
+    shutil.copytree(tmp_path / "home" / "store", tmp_path / "backup")
+    for file in (tmp_path / "backup").glob("registry.db*"):
+        file.unlink()
+    report = two.json("--yard", tmp_path / "backup", "rebuild", "--adopt", "--yes")
+    assert report["versions"] == 2
+    assert two.json("--yard", tmp_path / "backup", "show", f"{BERT}@prod")["version"] == 1
+
+
+def test_retention_is_shown_set_and_lifted(two: Cli) -> None:
+    assert "every version stays" in two.ok("retention", BERT)
+    set_to = two.json("retention", BERT, "--keep-last", "3", "--ttl", "30d")
+    assert set_to["retention"] == {"keep_last": 3, "ttl_s": 30 * 86400}
+    assert two.json("retention", BERT) == set_to
+    assert "newest 3 stay and each stays for 30d" in two.ok("retention", BERT)
+    assert two.json("retention", BERT, "--off")["retention"] is None
+
+
+def test_gc_removes_what_retention_lets_go(cli: Cli, base: Path, tuned: Path) -> None:
+    for folder in (base, tuned, base):
+        cli.ok("push", folder, BERT)
+    cli.ok("retention", BERT, "--keep-last", "1")
+    assert cli.json("gc", "--dry-run")["versions_removed"] == 2
+    cli.ok("gc")
+    assert [version["version"] for version in cli.json("ls", BERT)["versions"]] == [3]
+
+
+def test_a_token_is_shown_once(cli: Cli) -> None:
+    made = cli.json("token", "create", "ci", "--role", "write", "--project", "team")
+    assert made["secret"].startswith("wy_")
+    listed = cli.json("token", "ls")["tokens"]
+    assert [(token["name"], token["role"], token["projects"]) for token in listed] == [
+        ("ci", "write", ["team"])
+    ]
+    assert made["secret"] not in cli.ok("token", "ls")
+    cli.ok("token", "revoke", "ci")
+    assert cli.json("token", "ls")["tokens"][0]["revoked"]
+    quiet = cli.ok("token", "create", "laptop", "-q")
+    assert quiet.startswith("wy_")
+    assert len(quiet.split()) == 1
+
+
+def test_init_states_the_modes_and_may_be_repeated(cli: Cli, tmp_path: Path) -> None:
+    made = cli.json("--yard", tmp_path / "yard", "init", "--mode", "0750")
+    assert (tmp_path / "yard" / "packs").stat().st_mode & 0o777 == 0o750
+    assert cli.json("--yard", tmp_path / "yard", "init") == made
+    assert (tmp_path / "yard" / "packs").stat().st_mode & 0o777 == 0o750
+    cli.ok("--yard", tmp_path / "yard", "init", "--mode", "0700")
+    assert (tmp_path / "yard" / "packs").stat().st_mode & 0o777 == 0o700
+    assert cli.json("--yard", tmp_path / "yard", "ls")["models"] == []
+
+
+def test_doctor_finds_nothing_to_mend_on_a_yard_that_works(two: Cli) -> None:
+    found = {finding["check"]: finding["state"] for finding in two.json("doctor")["findings"]}
+    expected = {"versions", "settings", "store", "room", "database", "clock", "schema", "binding"}
+    assert expected <= found.keys()
+    assert set(found.values()) == {"ok"}
+
+
+def test_doctor_looks_without_making_anything(cli: Cli, tmp_path: Path) -> None:
+    said = cli.ok("doctor")
+    assert "the first push makes it" in said
+    assert not (tmp_path / "home").exists()
+
+
+def test_doctor_fails_with_advice_where_something_is_wrong(
+    two: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for words, check in (
+        (["--yard", "hdfs://127.0.0.1:1/yard"], "hdfs"),
+        (["--yard", "http://127.0.0.1:1"], "service"),
+        (["--yard", "s3://bucket"], "store"),
+    ):
+        ran = two("doctor", "-q", *words)
+        assert ran.code == 1
+        (failed,) = [line for line in ran.out.splitlines() if line.startswith("fail")]
+        assert failed.startswith(f"fail  {check}: ")
+    monkeypatch.setenv("WEIGHTYARD_DB", f"sqlite:///{tmp_path}/other.db")
+    two.ok("db", "upgrade")
+    ran = two("doctor", "-q")
+    assert ran.code == 1
+    assert "fail  binding: " in ran.out

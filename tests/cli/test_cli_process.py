@@ -1,0 +1,163 @@
+"""The command as a real process: exit codes, signals, pipes, terminals."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from cli_runs import Cli
+
+BERT = "team/bert"
+ROOT = Path(__file__).parents[2]
+
+
+def test_both_names_work_with_output_and_errors_apart(cli: Cli, base: Path) -> None:
+    pushed = cli.process("push", base, BERT, "--json", name="wy")
+    assert pushed.returncode == 0
+    assert json.loads(pushed.stdout)["ref"] == f"{BERT}@v1"
+    assert pushed.stderr == ""
+    failed = cli.process("show", "team/nope")
+    assert (failed.returncode, failed.stdout) == (2, "")
+    assert failed.stderr.startswith("weightyard: no model team/nope")
+
+
+def test_a_reader_that_leaves_early_is_no_error_message(cli: Cli, base: Path) -> None:
+    cli.ok("push", base, BERT)
+    line = f"{' '.join(cli.command('show', BERT, '--json'))} | head -1"
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "{\n"
+    assert done.stderr == ""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_push_leaves_nothing_visible_and_can_be_repeated(
+    cli: Cli, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    (tmp_path / "model").mkdir()
+    for name in ("a", "b", "c"):
+        (tmp_path / "model" / name).write_bytes(os.urandom(1 << 20) * 100)
+    pushing = subprocess.Popen(cli.command("push", tmp_path / "model", BERT), stderr=-1)
+    staging = tmp_path / "home" / "store" / "staging"
+    end_by = time.monotonic() + 60
+    while not (staging.exists() and any(staging.rglob("*.0"))) and time.monotonic() < end_by:
+        assert pushing.poll() is None
+        time.sleep(0.01)
+    pushing.send_signal(number)
+    _, err = pushing.communicate(timeout=30)
+    assert pushing.returncode == code, err
+    assert b"Traceback" not in err
+    assert cli.json("ls")["models"] == []
+    assert cli.json("push", tmp_path / "model", BERT)["version"] == 1
+
+
+def _on_terminal(command: list[str], env: dict[str, str], type_in: bytes = b"") -> tuple[int, str]:
+    """Run a command on a terminal of its own; what it shows there."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execve(command[0], command, env)
+    if type_in:
+        os.write(terminal, type_in)
+    shown = b""
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:  # the terminal is gone with its last process
+            break
+        if not part:
+            break
+        shown += part
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), shown.decode()
+
+
+def test_a_terminal_gets_colours_and_progress_unless_it_says_no(cli: Cli, base: Path) -> None:
+    env = {**os.environ, "TERM": "xterm-256color"}
+    env.pop("NO_COLOR", None)
+    code, shown = _on_terminal([*cli.command("push", base, BERT)], env)
+    assert code == 0
+    assert "Pushing" in shown
+    assert re.search(r"\x1b\[[0-9;]*m", shown)
+    code, shown = _on_terminal([*cli.command("push", base, BERT, "-q")], env)
+    assert shown.split() == [f"{BERT}@v2"]
+    code, shown = _on_terminal([*cli.command("show", BERT)], {**env, "NO_COLOR": "1"})
+    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", shown)
+    plain = cli.process("push", base, BERT)
+    assert "\x1b" not in plain.stdout + plain.stderr
+    assert plain.stderr == ""
+
+
+def test_on_a_terminal_rm_takes_no_for_an_answer(cli: Cli, base: Path) -> None:
+    cli.ok("push", base, BERT)
+    command = [*cli.command("rm", f"{BERT}@v1")]
+    code, shown = _on_terminal(command, dict(os.environ), b"n\n")
+    assert code == 1
+    assert "Remove team/bert@v1?" in shown
+    assert len(cli.json("ls", BERT)["versions"]) == 1
+    code, shown = _on_terminal(command, dict(os.environ), b"y\n")
+    assert code == 0
+    assert cli.json("ls", BERT)["versions"] == []
+
+
+def test_asking_for_help_or_the_version_loads_nothing_heavy() -> None:
+    script = """
+import sys
+from typer.testing import CliRunner
+from weightyard.cli import app
+for words in (["--help"], ["--version"], ["push", "--help"]):
+    assert CliRunner().invoke(app, words).exit_code == 0
+heavy = ("sqlalchemy", "alembic", "fastapi", "torch", "hdfs_native", "numpy", "httpx")
+print([name for name in heavy if name in sys.modules])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def _example_env(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "WEIGHTYARD_HOME": str(tmp_path / "home"), "CI": "true"}
+
+
+def test_the_story_of_make_run_runs_through_and_leaves_no_process(cli: Cli, tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "examples" / "try_it.py")],
+        capture_output=True, text=True, timeout=90, env=_example_env(tmp_path), cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "example/tiny@prod is on v2; it was on v1" in done.stdout
+    assert '"latest":2' in done.stdout.replace(" ", "")
+    port = re.search(r"http://127\.0\.0\.1:(\d+)", done.stdout)
+    assert port is not None
+    assert int(port[1]) >= 8600
+    assert cli.json("show", "example/tiny@prod")["version"] == 2
+
+
+def test_ctrl_c_ends_make_run_cleanly(tmp_path: Path, cli: Cli) -> None:
+    env = {key: value for key, value in _example_env(tmp_path).items() if key != "CI"}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execve(sys.executable, [sys.executable, "examples/try_it.py"], env)
+    shown = b""
+    while b"Ctrl-C ends it" not in shown:
+        shown += os.read(terminal, 4096)
+    os.write(terminal, b"\x03")
+    while True:
+        try:
+            part = os.read(terminal, 4096)
+        except OSError:
+            break
+        shown += part
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0, shown.decode()
+    assert b"Traceback" not in shown, shown.decode()
+    assert b"Stopped" in shown

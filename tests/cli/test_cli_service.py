@@ -1,0 +1,77 @@
+"""The command line through a service, by token."""
+
+from __future__ import annotations
+
+import filecmp
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from cli_runs import Cli
+from service_world import World, make_world, served
+
+BERT = "team/bert"
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    with make_world(f"sqlite:///{tmp_path}/registry.db", tmp_path) as made:
+        yield made
+
+
+@pytest.fixture
+def remote(cli: Cli, world: World, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cli]:
+    """Commands whose environment names a service and a writer's token."""
+    with served(world.app) as url:
+        monkeypatch.setenv("WEIGHTYARD_URL", url)
+        monkeypatch.setenv("WEIGHTYARD_TOKEN", world.secrets["writer"])
+        monkeypatch.setenv("WEIGHTYARD_DEADLINE_S", "20")
+        yield cli
+
+
+def test_the_same_words_work_through_a_service(
+    remote: Cli, world: World, base: Path, tuned: Path, tmp_path: Path
+) -> None:
+    first = remote.json("push", base, BERT, "--alias", "prod")
+    assert (first["ref"], first["author"]) == (f"{BERT}@v1", "writer")
+    plan = remote.json("push", tuned, BERT, "--dry-run")
+    second = remote.json("push", tuned, BERT)
+    assert second["new_bytes"] == plan["new_bytes"] < second["logical_bytes"]
+    remote.ok("alias", "set", BERT, "prod", "2", "--expect", "1")
+    assert [move["who"] for move in remote.json("alias", "log", BERT, "prod")["moves"]] == [
+        "writer",
+        "writer",
+    ]
+    remote.ok("pull", f"{BERT}@prod", tmp_path / "out")
+    names = ["config.json", "model.safetensors"]
+    assert filecmp.cmpfiles(tuned, tmp_path / "out", names, shallow=False)[0] == names
+    shown = remote.json("show", f"{BERT}@prod")
+    assert shown["cost"]["shared_with"].keys() == {f"{BERT}@v1"}
+    assert shown["last_used"] is not None
+    assert len(remote.json("ls", BERT)["versions"]) == 2
+    assert remote.json("doctor")["ok"]
+
+
+def test_what_a_token_may_not_is_refused_and_a_better_one_may(
+    remote: Cli, world: World, base: Path
+) -> None:
+    remote.ok("push", base, BERT)
+    assert "admin" in remote.refused(2, "rm", f"{BERT}@v1", "--yes").lower()
+    assert remote.refused(2, "push", base, "other/bert")
+    boss = ("--token", world.secrets["boss"])
+    remote.ok("rm", f"{BERT}@v1", "--yes", *boss)
+    made = remote.json("token", "create", "new", "--role", "write", *boss)
+    assert remote.json("ls", "--token", made["secret"])["models"]
+    remote.ok("token", "revoke", "new", *boss)
+    assert remote.refused(2, "ls", "--token", made["secret"])
+
+
+def test_a_wrong_token_is_told_so_and_never_shown(remote: Cli) -> None:
+    said = remote.refused(2, "ls", "--token", "wy_wrong")
+    assert "token" in said
+    assert "wy_wrong" not in said
+
+
+def test_collecting_needs_the_database_and_says_so(remote: Cli) -> None:
+    for command in (["gc"], ["check"], ["db", "upgrade"]):
+        assert "WEIGHTYARD_DB" in remote.refused(2, *command)

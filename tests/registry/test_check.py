@@ -1,0 +1,296 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+from pushing import BERT, push, read_back
+from sqlalchemy import select, update
+
+from weightyard.errors import Damaged, FileMissing, ManifestInvalid
+from weightyard.names import Digest, Ref
+from weightyard.records import CheckReport
+from weightyard.registry import binding, schema
+from weightyard.registry.database import Database
+from weightyard.registry.registry import Registry
+from weightyard.registry.schema import FileState
+from weightyard.storage import layout
+from weightyard.storage.local import LocalStore
+from weightyard.storage.store import StorePath
+
+KIB = 1024
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
+def registry(database: Database, store: LocalStore) -> Registry:
+    registry = Registry(database, who="alice")
+    binding.bind(database, store)
+    return registry
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+def noise(seed: int, length: int = 200 * KIB) -> bytes:
+    return random.Random(seed).randbytes(length)
+
+
+def the_pack(store: LocalStore) -> StorePath:
+    (pack,) = store.list(layout.PACKS)
+    return pack.path
+
+
+def codes(report: CheckReport) -> set[tuple[str, str]]:
+    return {(finding.code, finding.subject) for finding in report.findings}
+
+
+def flip(file: Path, offset: int) -> None:
+    data = bytearray(file.read_bytes())
+    data[offset] ^= 0x40
+    file.write_bytes(data)
+
+
+def test_a_yard_that_is_well_has_no_findings(registry: Registry, store: LocalStore) -> None:
+    push(registry, store, noise(1), noise(2), alias="prod")
+    push(registry, store, noise(2), b"small")
+    assert registry.check(store).is_clean, "records that are still in the outbox are not missing"
+    registry.flush_outbox(store)
+    report = registry.check(store, read_data=True)
+    assert report.is_clean
+    assert (report.packs, report.manifests) == (2, 2)
+    packs = sum(file.length for file in store.list(layout.PACKS))
+    manifests = sum(file.length for file in store.list(layout.MANIFESTS))
+    assert report.stored_bytes == packs + manifests
+    assert report.read_bytes >= report.stored_bytes, "every byte was read"
+
+
+def test_a_missing_pack_is_found_with_the_versions_it_touches(
+    registry: Registry, store: LocalStore
+) -> None:
+    whole = push(registry, store, noise(1))
+    there = the_pack(store)
+    broken = push(registry, store, noise(1), noise(2))
+    (lost,) = {file.path for file in store.list(layout.PACKS)} - {there}
+    store.delete(lost)
+    report = registry.check(store)
+    assert codes(report) == {("missing", lost.text)}
+    assert report.findings[0].versions == (broken.ref,)
+    assert report.damaged_versions == (broken.ref,)
+    assert registry.resolve(Ref.parse(broken.ref)).damaged
+    assert not registry.resolve(Ref.parse(whole.ref)).damaged
+    with pytest.raises(Damaged):
+        read_back(registry, store, broken)
+    assert read_back(registry, store, whole) == [noise(1)]
+
+
+def test_a_short_pack_is_found(registry: Registry, store: LocalStore, root: Path) -> None:
+    version = push(registry, store, noise(1))
+    pack = root / the_pack(store).text
+    pack.write_bytes(pack.read_bytes()[:-100])
+    report = registry.check(store)
+    assert codes(report) == {("short", the_pack(store).text)}
+    assert registry.resolve(Ref.parse(version.ref)).damaged
+
+
+@pytest.mark.parametrize("where", ["header", "block", "padding", "footer", "trailer"])
+def test_reading_all_data_finds_a_wrong_byte_anywhere_in_a_pack(
+    registry: Registry, store: LocalStore, root: Path, where: str
+) -> None:
+    version = push(registry, store, noise(1, 200 * KIB + 5))
+    pack = root / the_pack(store).text
+    length = pack.stat().st_size
+    offset = {
+        "header": 12,
+        "block": 1000,
+        "padding": 16 + 200 * KIB + 6,
+        "footer": length - 60,
+        "trailer": length - 30,
+    }[where]
+    flip(pack, offset)
+    assert registry.check(store).is_clean, "without reading there is nothing to see"
+    report = registry.check(store, read_data=True)
+    (finding,) = report.findings
+    assert finding.versions == (version.ref,)
+    if where in ("block", "padding"):
+        assert finding.code == "damaged"
+        assert registry.resolve(Ref.parse(version.ref)).damaged
+    else:
+        assert finding.code == "replica-damaged", "its blocks are well"
+        assert read_back(registry, store, version) == [noise(1, 200 * KIB + 5)]
+
+
+def test_a_damaged_pack_is_neither_read_nor_claimed_and_a_push_of_the_same_content_heals(
+    registry: Registry, store: LocalStore, root: Path
+) -> None:
+    first = push(registry, store, noise(1), noise(2))
+    bad = the_pack(store)
+    flip(root / bad.text, 1000)
+    registry.check(store, read_data=True)
+    with pytest.raises(FileMissing):
+        read_back(registry, store, first)
+    again = push(registry, store, noise(1), noise(2))
+    assert again.digest == first.digest
+    assert len(list(store.list(layout.PACKS))) == 2, "nothing of the damaged pack was reused"
+    assert not registry.resolve(Ref.parse(first.ref)).damaged
+    assert read_back(registry, store, first) == [noise(1), noise(2)]
+
+
+def test_good_blocks_of_a_damaged_pack_are_saved_into_a_new_one(
+    registry: Registry, store: LocalStore, root: Path
+) -> None:
+    shared = push(registry, store, noise(1), noise(2))
+    only_good = push(registry, store, noise(2))
+    bad = the_pack(store)
+    flip(root / bad.text, 1000)
+    report = registry.check(store, read_data=True)
+    assert set(report.damaged_versions) == {shared.ref, only_good.ref}
+    healed = registry.heal(store, report)
+    assert [finding.subject for finding in healed.left] == [bad.text], "one block is lost"
+    assert read_back(registry, store, only_good) == [noise(2)]
+    assert registry.check(store, read_data=True).damaged_versions == (shared.ref,)
+
+
+def test_a_pack_whose_footer_is_wrong_is_written_anew(
+    registry: Registry, store: LocalStore, root: Path
+) -> None:
+    version = push(registry, store, noise(1), noise(2))
+    bad = the_pack(store)
+    flip(root / bad.text, (root / bad.text).stat().st_size - 30)
+    report = registry.check(store, read_data=True)
+    assert registry.heal(store, report).healed == (bad.text,)
+    assert read_back(registry, store, version) == [noise(1), noise(2)]
+    assert not registry.resolve(Ref.parse(version.ref)).damaged
+    pack_names = {file.path for file in store.list(layout.PACKS)}
+    (fresh,) = pack_names - {bad}
+    (root / bad.text).unlink()
+    assert read_back(registry, store, version) == [noise(1), noise(2)], f"it lies in {fresh} now"
+
+
+def test_a_file_that_comes_back_is_well_again(
+    registry: Registry, store: LocalStore, root: Path
+) -> None:
+    version = push(registry, store, noise(1))
+    pack = root / the_pack(store).text
+    content = pack.read_bytes()
+    pack.unlink()
+    assert registry.check(store).damaged_versions == (version.ref,)
+    pack.write_bytes(content)
+    assert registry.check(store).is_clean
+    assert not registry.resolve(Ref.parse(version.ref)).damaged
+
+
+def test_a_damaged_manifest_is_found_and_healed_by_a_push_of_the_same_content(
+    registry: Registry, store: LocalStore, root: Path
+) -> None:
+    version = push(registry, store, noise(1))
+    path = layout.manifest(Digest(version.digest))
+    flip(root / path.text, 20)
+    with pytest.raises(ManifestInvalid):
+        read_back(registry, store, version)
+    report = registry.check(store, read_data=True)
+    assert codes(report) == {("damaged", path.text)}
+    assert registry.resolve(Ref.parse(version.ref)).damaged
+    assert [left.subject for left in registry.heal(store, report).left] == [path.text]
+    assert len(list(store.list(layout.DAMAGED))) == 1, "set aside, not deleted"
+    push(registry, store, noise(1))
+    assert read_back(registry, store, version) == [noise(1)]
+    assert not registry.resolve(Ref.parse(version.ref)).damaged
+    registry.flush_outbox(store)
+    assert registry.check(store, read_data=True).is_clean
+
+
+def test_a_manifest_that_was_set_aside_while_good_is_put_back(
+    registry: Registry, store: LocalStore, root: Path
+) -> None:
+    version = push(registry, store, noise(1))
+    path = layout.manifest(Digest(version.digest))
+    (root / "damaged").mkdir()
+    (root / path.text).rename(root / layout.set_aside(path, 0).text)
+    report = registry.check(store)
+    assert codes(report) == {("missing", path.text)}
+    assert registry.heal(store, report).healed == (path.text,)
+    assert registry.check(store).is_clean
+    assert read_back(registry, store, version) == [noise(1)]
+
+
+def test_a_file_without_a_row_is_reported_and_left_alone(
+    registry: Registry, store: LocalStore, root: Path
+) -> None:
+    push(registry, store, noise(1))
+    strays = ["packs/aa/" + "a" * 32, "packs/loose", "manifests/bb/" + "b" * 64, "packs/zz/deep/x"]
+    for stray in strays:
+        (root / stray).parent.mkdir(parents=True, exist_ok=True)
+        (root / stray).write_bytes(b"whose?")
+    report = registry.check(store)
+    assert codes(report) == {("unknown-file", stray) for stray in strays}
+    registry.heal(store, report)
+    assert all((root / stray).exists() for stray in strays)
+
+
+def test_a_large_yard_is_checked_folder_by_folder(
+    registry: Registry, store: LocalStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightyard.registry.check._AT_ONCE", 1)
+    versions = [push(registry, store, noise(i)) for i in range(3)]
+    lost = max(file.path for file in store.list(layout.PACKS))
+    store.delete(lost)
+    (root / "packs/loose").write_bytes(b"whose?")
+    report = registry.check(store)
+    assert codes(report) == {("missing", lost.text), ("unknown-file", "packs/loose")}
+    assert (report.packs, len(report.damaged_versions), len(versions)) == (3, 1, 3)
+
+
+def test_a_record_that_is_gone_is_written_again(registry: Registry, store: LocalStore) -> None:
+    version = push(registry, store, noise(1))
+    registry.flush_outbox(store)
+    path = layout.record(BERT, 1)
+    store.delete(path)
+    report = registry.check(store)
+    assert codes(report) == {("record-missing", path.text)}
+    assert report.findings[0].versions == (version.ref,)
+    registry.heal(store, report)
+    assert registry.check(store).is_clean
+    assert store.stat(path).length
+
+
+def test_a_store_that_knows_more_than_the_database_is_noticed(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    push(registry, store, noise(1), alias="prod")
+    registry.flush_outbox(store)
+    forget = update(schema.models).values(last_number=0)
+    database.write(lambda tx: tx.execute(forget))
+    assert ("unknown-record", layout.record(BERT, 1).text) in codes(registry.check(store))
+
+
+def test_what_is_removed_or_being_written_is_no_finding(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    version = push(registry, store, noise(1))
+    registry.flush_outbox(store)
+    gone = update(schema.packs).values(state=FileState.DELETING)
+    registry.remove(Ref.parse(version.ref))
+    database.write(lambda tx: tx.execute(gone))
+    store.delete(the_pack(store))
+    assert registry.check(store).is_clean
+
+
+def test_a_condemned_pack_that_is_damaged_is_not_brought_back_by_a_claim(
+    registry: Registry, store: LocalStore, database: Database, root: Path
+) -> None:
+    push(registry, store, noise(1))
+    condemned = update(schema.packs).values(state=FileState.CONDEMNED)
+    database.write(lambda tx: tx.execute(condemned))
+    flip(root / the_pack(store).text, 1000)
+    registry.check(store, read_data=True)
+    version = push(registry, store, noise(1))
+    assert read_back(registry, store, version) == [noise(1)]
+    states = database.read(lambda tx: tx.scalars(select(schema.packs.c.state)).all())
+    assert sorted(states) == [FileState.DAMAGED, FileState.LIVE]

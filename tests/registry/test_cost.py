@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from collecting import KIB, gc, noise
+from pushing import push
+from test_rewrite import push_delta
+
+from weightyard.errors import NoSuchThing
+from weightyard.names import ModelName, Ref
+from weightyard.registry import binding
+from weightyard.registry.database import Database
+from weightyard.registry.registry import Registry
+from weightyard.settings import Settings
+from weightyard.storage import layout
+from weightyard.storage.local import LocalStore
+from weightyard.storage.opening import open_store
+from weightyard.testing.cluster import MiniCluster
+from weightyard.transfer.writer import WriteOptions
+
+ONE = 66 * KIB
+"""A block; it does not shrink, and takes as much when stored."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
+def registry(database: Database, store: LocalStore) -> Registry:
+    registry = Registry(database, who="alice")
+    binding.bind(database, store)
+    return registry
+
+
+def test_a_version_costs_what_it_has_and_frees_what_it_has_alone(
+    registry: Registry, store: LocalStore
+) -> None:
+    push(registry, store, noise(1), noise(2))
+    push(registry, store, noise(2), noise(3), noise(4))
+    push(registry, store, noise(4), model=ModelName("other", "m"))
+    cost = registry.cost(Ref.parse("team/bert@v2"), copies=3)
+    assert cost.ref == "team/bert@v2"
+    assert (cost.logical_bytes, cost.stored_bytes, cost.cold_load_bytes) == (3 * ONE,) * 3
+    assert (cost.unique_bytes, cost.unique_stored_bytes) == (ONE, ONE)
+    assert cost.replicated_bytes == 9 * ONE
+    assert cost.packs == 2
+    assert cost.shared_with == {"other/m@v1": ONE, "team/bert@v1": ONE}
+    assert registry.freed_by_removing(Ref.parse("team/bert@v1")) == ONE
+    assert registry.freed_by_removing(Ref.parse("other/m")) == 0
+    assert registry.cost(Ref.parse("team/bert@v2"), shown=1).shared_with == {"other/m@v1": ONE}
+    with pytest.raises(NoSuchThing):
+        registry.cost(Ref.parse("team/bert@v9"))
+
+
+def test_what_removing_promises_to_free_gc_frees(registry: Registry, store: LocalStore) -> None:
+    push(registry, store, *(noise(seed) for seed in range(6)))
+    push(registry, store, noise(1), noise(2))
+    promised = registry.freed_by_removing(Ref.parse("team/bert@v1"))
+    assert promised == 4 * ONE
+    before = sum(file.length for file in store.list(layout.PACKS))
+    registry.remove(Ref.parse("team/bert@v1"))
+    gc(registry, store)
+    after = sum(file.length for file in store.list(layout.PACKS))
+    assert promised <= before - after < promised + 4 * KIB
+
+
+def test_a_removed_version_shares_nothing(registry: Registry, store: LocalStore) -> None:
+    push(registry, store, noise(1))
+    push(registry, store, noise(1))
+    registry.remove(Ref.parse("team/bert@v1"))
+    cost = registry.cost(Ref.parse("team/bert"))
+    assert cost.shared_with == {}
+    assert cost.unique_stored_bytes == ONE
+
+
+def test_a_delta_needs_its_base_and_frees_it_with_itself(
+    registry: Registry, store: LocalStore
+) -> None:
+    base = noise(1)
+    delta = bytes(100) + base[100:]
+    push(registry, store, base)
+    push_delta(registry, store, delta, base)
+    cost = registry.cost(Ref.parse("team/bert@v2"))
+    assert cost.stored_bytes < KIB
+    assert cost.cold_load_bytes == cost.stored_bytes + ONE
+    assert cost.unique_stored_bytes == cost.stored_bytes, "another version has the base"
+    assert registry.freed_by_removing(Ref.parse("team/bert@v1")) == 0, "a delta needs it"
+    registry.remove(Ref.parse("team/bert@v1"))
+    assert registry.freed_by_removing(Ref.parse("team/bert@v2")) == cost.stored_bytes + ONE
+
+
+@pytest.mark.cluster
+def test_hdfs_keeps_a_pack_as_the_most_demanding_version_asks(
+    cluster: MiniCluster, database: Database
+) -> None:
+    settings = Settings(hadoop_conf_dir=cluster.conf_dir)
+    with open_store(cluster.fresh_dir(), settings) as store:
+        binding.bind(database, store)
+        registry = Registry(database)
+        one = WriteOptions(replication=1)
+
+        def copies() -> list[int]:
+            registry.settle_replication(store)
+            return [file.replication for file in store.list(layout.PACKS)]
+
+        push(registry, store, noise(1), replication=1, options=one)
+        assert copies() == [1]
+        push(registry, store, noise(1), replication=3)
+        assert registry.settle_replication(store) == 1
+        assert copies() == [3]
+        push(registry, store, noise(1), replication=2)
+        assert copies() == [3]
+        assert registry.cost(Ref.parse("team/bert")).replicated_bytes == 3 * ONE
+        registry.remove(Ref.parse("team/bert@v2"))
+        gc(registry, store)
+        assert copies() == [2]
+        for number in (1, 3):
+            registry.remove(Ref.parse(f"team/bert@v{number}"))
+        assert gc(registry, store).packs_deleted == 1

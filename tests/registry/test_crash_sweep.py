@@ -1,0 +1,191 @@
+"""Whatever call is the last one: nothing acknowledged is lost, nothing half is seen.
+
+`crash_points.py` fails operations at their calls; `crash_world.py` says what must hold after that.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import crash_world
+import pytest
+from crash_world import BEGINNING, OPTIONS
+from pushing import BERT, push, read_back
+from sqlalchemy import make_url
+
+from weightyard.errors import ForeignStore
+from weightyard.names import Ref
+from weightyard.registry import binding, migrate
+from weightyard.registry.collect import GcOptions
+from weightyard.registry.database import Database
+from weightyard.registry.registry import Registry
+from weightyard.storage import layout
+from weightyard.storage.local import LocalStore
+from weightyard.storage.store import FileStat
+from weightyard.testing.cluster import MiniCluster
+
+AT_ONCE = GcOptions(grace_s=0, unsafe_grace=True)
+
+
+@pytest.fixture
+def fast_folder(tmp_path: Path) -> Iterator[Path]:
+    """In memory where that can be had: a killed process, unlike a power cut, loses no page."""
+    memory = Path("/dev/shm")
+    folder = Path(tempfile.mkdtemp(dir=memory if os.access(memory, os.W_OK) else tmp_path))
+    yield folder
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def server(request: pytest.FixtureRequest) -> str | None:
+    """A PostgreSQL server, without the name of a database; None for SQLite."""
+    if request.param == "sqlite":
+        return None
+    url = make_url(request.getfixturevalue("postgres")())
+    return url.set(database="").render_as_string(hide_password=False)
+
+
+def crash(folder: Path, server: str | None, **config: Any) -> dict[str, Any]:
+    """Run the sweep in a process that has nothing open when it forks."""
+    config = {"work": str(folder / "work"), "server": server, "jobs": 2, **config}
+    return run("crash_points.py", folder, config)
+
+
+def run(program: str, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    file = folder / "config.json"
+    file.write_text(json.dumps(config))
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name(program)), str(file)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.timeout(600)
+def test_a_crash_at_any_call_loses_nothing_and_shows_nothing_half(
+    fast_folder: Path, server: str | None
+) -> None:
+    found = crash(fast_folder, server)
+    assert found["problems"] == []
+    assert found["points"] > 500
+    assert set(found["calls"]) == {"push", "alias", "rm", "gc"}
+
+
+@pytest.mark.timeout(600)
+def test_a_push_stopped_at_any_call_survives_gc_that_is_killed_at_any_call(
+    fast_folder: Path, server: str | None
+) -> None:
+    found = crash(fast_folder, server, operations=[], pairs=60, seed=1)
+    assert found["problems"] == []
+    assert found["points"] == 60
+
+
+@pytest.mark.long
+@pytest.mark.timeout(4 * 3600)
+def test_a_crash_at_every_call_in_every_way_and_every_pair_of_push_and_gc(
+    fast_folder: Path, server: str | None
+) -> None:
+    found = crash(fast_folder, server, is_full=True, pairs=1_000_000)
+    assert found["problems"] == []
+
+
+@pytest.mark.cluster
+@pytest.mark.timeout(600)
+def test_on_hdfs_lost_answers_go_unnoticed_and_killed_writers_and_collectors_leave_nothing(
+    cluster: MiniCluster, tmp_path: Path
+) -> None:
+    config = {
+        "store": cluster.fresh_dir(),
+        "conf": str(cluster.conf_dir),
+        "database": f"sqlite:///{tmp_path}/registry.db",
+    }
+    found = run("crash_on_hdfs.py", tmp_path, config)
+    assert found["problems"] == []
+    assert found["kills"] > 30
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+def test_an_empty_database_deletes_nothing_of_a_full_store(
+    database: Database, store: LocalStore, tmp_path: Path
+) -> None:
+    crash_world.begin(database, store)
+    Registry(database).flush_outbox(store)
+    files = {file.path for file in _files(store)}
+    empty = Database(f"sqlite:///{tmp_path}/empty.db")
+    migrate.upgrade(empty)
+    with pytest.raises(ForeignStore):
+        Registry(empty).gc(store, AT_ONCE)
+    empty.close()
+    assert {file.path for file in _files(store)} == files
+
+
+def test_yesterdays_database_deletes_nothing_of_a_full_store(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    today = Database(f"sqlite:///{tmp_path}/today.db")
+    migrate.upgrade(today)
+    crash_world.begin(today, store)
+    registry = Registry(today)
+    registry.flush_outbox(store)
+    today.close()
+    shutil.copy(tmp_path / "today.db", tmp_path / "yesterday.db")
+    version = push(registry, store, *BEGINNING["team/gpt@v1"], options=OPTIONS)
+    registry.remove(Ref.parse("team/gpt@v1"))
+    registry.flush_outbox(store)
+    files = {file.path for file in _files(store)}
+    yesterday = Database(f"sqlite:///{tmp_path}/yesterday.db")
+    old = Registry(yesterday)
+    old.remove(Ref.parse("team/gpt@v1"))
+    with pytest.raises(ForeignStore, match="older"):
+        old.gc(store, AT_ONCE)
+    assert files <= {file.path for file in _files(store)}
+    assert read_back(registry, store, version) == BEGINNING["team/gpt@v1"]
+    found = {finding.code for finding in old.check(store).findings}
+    assert "unknown-record" in found, "check says so as well"
+    yesterday.close()
+    today.close()
+
+
+def _files(store: LocalStore) -> Iterator[FileStat]:
+    for folder in layout.FOLDERS:
+        yield from store.list(folder)
+
+
+def test_sixty_four_publishers_on_one_model_get_consecutive_numbers(
+    database: Database, store: LocalStore
+) -> None:
+    binding.bind(database, store)
+    registry = Registry(database)
+    wrong: list[BaseException] = []
+
+    def work(i: int) -> None:
+        try:
+            push(registry, store, b"%d" % i * 100, options=OPTIONS)
+        except BaseException as why:  # noqa: BLE001 - told to the test
+            wrong.append(why)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(150)
+    assert wrong == []
+    numbers = [version.number for version in registry.versions(BERT)]
+    assert numbers == list(range(64, 0, -1))

@@ -1,0 +1,262 @@
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import pytest
+from collecting import DAY_S, KIB, gc, noise, pass_time, require_no_orphan, states
+from pushing import BERT, push, read_back
+from sqlalchemy import select
+
+from weightyard.codec import encode, encode_delta
+from weightyard.errors import FileMissing
+from weightyard.format.assembly import manifest_of
+from weightyard.format.block import MIB, block_id
+from weightyard.format.dtypes import DType
+from weightyard.format.pack import PACK_HEADER, PackBuilder, Placement, padding
+from weightyard.format.splitting import StateTensor, split_state
+from weightyard.names import BlockId, PackId, Ref
+from weightyard.records import Publication, Version
+from weightyard.registry import binding, schema
+from weightyard.registry.collect import GcOptions
+from weightyard.registry.database import Database
+from weightyard.registry.registry import Registry, RegistryUpload
+from weightyard.registry.schema import FileState
+from weightyard.storage import layout
+from weightyard.storage.local import LocalStore
+from weightyard.transfer.plan import Wanted
+from weightyard.transfer.publish import publish
+from weightyard.transfer.reader import Reader
+from weightyard.transfer.writer import WriteOptions
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
+def registry(database: Database, store: LocalStore) -> Registry:
+    registry = Registry(database, who="alice")
+    binding.bind(database, store)
+    return registry
+
+
+class Remembered:
+    """A reader's placements, as they were when it asked."""
+
+    def __init__(self, placements: Mapping[BlockId, Sequence[Placement]]) -> None:
+        self._placements = placements
+
+    def placements(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
+        return {block: self._placements[block] for block in blocks}
+
+
+def packs(store: LocalStore) -> list[int]:
+    return sorted(file.length for file in store.list(layout.PACKS))
+
+
+def test_small_packs_become_one_and_every_version_stays_readable(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    versions = [push(registry, store, noise(seed), noise(99)) for seed in range(5)]
+    assert len(packs(store)) == 5
+    report = gc(registry, store)
+    assert (report.packs_rewritten, report.packs_made) == (5, 1)
+    assert len(packs(store)) == 1
+    for seed, version in enumerate(versions):
+        assert read_back(registry, store, version) == [noise(seed), noise(99)]
+    require_no_orphan(database, store)
+    assert registry.check(store, read_data=True).is_clean
+    assert gc(registry, store).packs_rewritten == 0, "once is enough"
+
+
+def test_a_few_small_packs_are_left_alone(registry: Registry, store: LocalStore) -> None:
+    for seed in range(3):
+        push(registry, store, noise(seed))
+    assert gc(registry, store).packs_rewritten == 0
+
+
+def test_of_a_mostly_dead_pack_the_rest_moves_on(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    push(registry, store, *(noise(seed) for seed in range(8)))
+    kept = push(registry, store, noise(3))
+    registry.remove(Ref.parse("team/bert@v1"))
+    before = packs(store)
+    told = registry.gc(store, GcOptions(grace_s=0, embedded=True), dry_run=True)
+    report = gc(registry, store)
+    assert (told.packs_rewritten, told.packs_made) == (1, 1)
+    assert (report.packs_rewritten, report.packs_made) == (1, 1)
+    assert sum(packs(store)) < sum(before) / 6
+    assert read_back(registry, store, kept) == [noise(3)]
+    require_no_orphan(database, store)
+
+
+def test_a_reader_with_old_placements_goes_on_until_the_grace_is_over(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    push(registry, store, *(noise(seed) for seed in range(8)))
+    kept = push(registry, store, noise(3))
+    registry.remove(Ref.parse("team/bert@v1"))
+    block = block_id(noise(3))
+    old = Remembered(registry.placements([block]))
+    into = bytearray(66 * KIB)
+
+    def read(catalogue: Remembered | Registry) -> bytes:
+        Reader(store, catalogue, threads=1).read([Wanted(block, 0, memoryview(into))])
+        return bytes(into)
+
+    assert registry.gc(store).packs_rewritten == 1
+    assert states(database) == [FileState.DELETING, FileState.LIVE]
+    pass_time(database, 6.9 * DAY_S)
+    registry.gc(store)
+    assert read(old) == noise(3)
+    assert [found.pack for found in registry.placements([block])[block]] != [
+        found.pack for found in old.placements([block])[block]
+    ]
+    pass_time(database, 0.2 * DAY_S)
+    registry.gc(store)
+    with pytest.raises(FileMissing):
+        read(old)
+    assert read(registry) == noise(3)
+    assert read_back(registry, store, kept) == [noise(3)]
+
+
+def test_a_pack_a_writer_holds_is_not_rewritten(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    push(registry, store, *(noise(seed) for seed in range(8)))
+    push(registry, store, noise(3))
+    registry.remove(Ref.parse("team/bert@v1"))
+    upload = registry.open_upload(BERT, Publication())
+    assert len(upload.claim([block_id(noise(5))])) == 1
+    assert gc(registry, store).packs_rewritten == 0
+    upload.abandon()
+    assert gc(registry, store).packs_rewritten == 1
+
+
+def test_a_claim_during_the_copy_keeps_the_old_pack(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    """A writer wants a block that was dead when the plan was made, just before the switch."""
+    push(registry, store, *(noise(seed) for seed in range(8)))
+    push(registry, store, noise(3))
+    registry.remove(Ref.parse("team/bert@v1"))
+    upload = registry.open_upload(BERT, Publication())
+
+    class Meanwhile(LocalStore):
+        def publish(self, *arguments: object) -> None:
+            super().publish(*arguments)  # type: ignore[arg-type]
+            if str(arguments[1]).startswith("packs/"):
+                assert len(upload.claim([block_id(noise(5))])) == 1
+
+    assert gc(registry, Meanwhile(store.folder)).packs_rewritten == 0
+    assert FileState.DELETING not in states(database)
+    assert len(upload.claim([block_id(noise(5))])) == 1
+    upload.abandon()
+    pass_time(database, 3600)
+    gc(registry, store)
+    gc(registry, store)
+    require_no_orphan(database, store)
+
+
+def test_of_two_copies_the_older_stays(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    first = push(registry, store, noise(1), noise(2))
+    upload = registry.open_upload(BERT, Publication())
+    write_pack(upload, store, [(noise(1), None), (noise(2), None), (noise(7), None)])
+    upload.abandon()
+    assert len(packs(store)) == 2
+    gc(registry, store)
+    assert len(packs(store)) == 1
+    assert read_back(registry, store, first) == [noise(1), noise(2)]
+    require_no_orphan(database, store)
+
+
+def write_pack(
+    upload: RegistryUpload, store: LocalStore, blocks: Sequence[tuple[bytes, bytes | None]]
+) -> None:
+    """A pack of blocks, each on a base or not."""
+    pack = PackBuilder(PackId.new())
+    upload.begin_pack(pack.pack)
+    with store.stage(layout.staging(upload.id, pack.pack.hex)) as stage:
+        stage.write(PACK_HEADER)
+        for data, base in blocks:
+            encoded = encode(data) if base is None else encode_delta(data, base, block_id(base))
+            pack.add(encoded.encoding)
+            for segment in encoded.segments:
+                stage.write(segment)
+                stage.write(padding(memoryview(segment).nbytes))
+        stage.write(pack.finish())
+        store.publish(stage.close(), layout.pack(pack.pack))
+    upload.add_pack(pack.pack, pack.pack_bytes, pack.placements)
+
+
+def push_delta(registry: Registry, store: LocalStore, data: bytes, base: bytes) -> Version:
+    """A version whose only block is stored as a delta."""
+    upload = registry.open_upload(BERT, Publication())
+    upload.claim([block_id(base)])
+    write_pack(upload, store, [(data, base)])
+    split = split_state([StateTensor("t0", DType.U8, (len(data),))], MIB)
+    return publish(
+        store, upload, manifest_of([split], [[block_id(data)]]), Publication(), upload.id.hex
+    )
+
+
+def test_a_base_stays_while_a_delta_needs_it(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    base = noise(1)
+    delta = bytes(66 * KIB - 1000) + base[-1000:]
+    push(registry, store, base, *(noise(seed) for seed in range(10, 18)))
+    version = push_delta(registry, store, delta, base)
+    registry.remove(Ref.parse("team/bert@v1"))
+    for _ in range(2):
+        gc(registry, store)
+        assert read_back(registry, store, version) == [delta]
+    assert sum(packs(store)) < 3 * 66 * KIB, "what was beside the base is gone"
+    assert registry.cost(Ref.parse("team/bert")).cold_load_bytes >= 66 * KIB
+    registry.remove(Ref.parse("team/bert@v2"))
+    gc(registry, store)
+    assert packs(store) == []
+
+
+def test_a_pack_whose_bytes_are_wrong_is_not_copied(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    options = WriteOptions(compress=False)
+    push(registry, store, *(noise(seed) for seed in range(8)), options=options)
+    push(registry, store, noise(3))
+    registry.remove(Ref.parse("team/bert@v1"))
+    (pack,) = store.list(layout.PACKS)
+    file = store.folder / pack.path.text
+    data = bytearray(file.read_bytes())
+    at = data.index(noise(3)[:1000])
+    data[at] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)
+    report = gc(registry, store)
+    assert report.packs_rewritten == 0
+    assert pack.path.text.rpartition("/")[2] in report.failed[0]
+    assert file.exists()
+
+
+def test_packs_kept_differently_are_not_merged(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    for seed in range(3):
+        push(registry, store, noise(seed))
+        push(registry, store, noise(10 + seed), replication=1)
+    assert gc(registry, store).packs_rewritten == 0
+    for seed in range(3, 5):
+        push(registry, store, noise(10 + seed), replication=1)
+    assert gc(registry, store).packs_rewritten == 5
+    kept = select(schema.packs.c.replication).where(schema.packs.c.state == FileState.LIVE)
+    assert sorted(map(str, database.read(lambda tx: tx.scalars(kept).all()))) == [
+        "1",
+        "None",
+        "None",
+        "None",
+    ]

@@ -1,0 +1,191 @@
+"""A version's content over REST."""
+
+from __future__ import annotations
+
+import os
+import tracemalloc
+
+import httpx
+import msgspec
+import pytest
+from blake3 import blake3
+from service_world import World, push, push_file
+
+from weightyard.format.block import MIB
+from weightyard.names import PackId
+from weightyard.service import sending
+from weightyard.service.ranges import Span, wanted_span
+from weightyard.storage import layout
+from weightyard.wire import Placed, placements_by_block
+
+FILE = "models/team/bert/versions/1/files/w.bin"
+
+
+@pytest.fixture
+def data(world: World) -> bytes:
+    content = os.urandom(3 * MIB + 12345)
+    assert push_file(world, "team/bert", "w.bin", content) == 1
+    return content
+
+
+def test_a_file_comes_back_bit_for_bit(world: World, data: bytes) -> None:
+    answer = world.call("GET", FILE, token="reader")
+    assert answer.content == data
+    assert answer.headers["content-length"] == str(len(data))
+    assert answer.headers["content-disposition"] == "attachment", "it may be anyone's HTML"
+
+
+@pytest.mark.parametrize(
+    ("asked", "start", "end"),
+    [("0-0", 0, 1), ("5-9", 5, 10), ("3145728-", 3 * MIB, None), ("-10", -10, None),
+     (f"{MIB - 3}-{2 * MIB + 3}", MIB - 3, 2 * MIB + 4), ("100-99999999999", 100, None)],
+)  # fmt: skip
+def test_a_range_is_exactly_what_was_asked_for(
+    world: World, data: bytes, asked: str, start: int, end: int | None
+) -> None:
+    answer = world.call("GET", FILE, headers={"Range": f"bytes={asked}"})
+    assert (answer.status_code, answer.content) == (206, data[start:end])
+    first = start % len(data)
+    assert answer.headers["content-range"] == (
+        f"bytes {first}-{first + len(answer.content) - 1}/{len(data)}"
+    )
+
+
+def test_a_range_the_file_does_not_have_is_refused_with_its_length(
+    world: World, data: bytes
+) -> None:
+    answer = world.call("GET", FILE, headers={"Range": f"bytes={len(data)}-"})
+    assert answer.status_code == 416
+    assert answer.headers["content-range"] == f"bytes */{len(data)}"
+
+
+def test_one_range_a_request(world: World, data: bytes) -> None:
+    many = "bytes=" + ",".join(f"{i}-{i}" for i in range(1000))
+    assert world.call("GET", FILE, headers={"Range": many}).status_code == 416
+
+
+@pytest.mark.parametrize("header", [None, "bytes=-", "bytes=9-5", "lines=1-2", "bytes=a-b", "x"])
+def test_a_range_that_is_not_well_formed_does_not_count(header: str | None) -> None:
+    assert wanted_span(header, 100) is None
+
+
+def test_a_range_of_the_last_bytes_is_never_longer_than_the_file() -> None:
+    assert wanted_span("bytes=-500", 100) == Span(0, 100)
+
+
+def test_what_the_client_has_is_not_sent_again(world: World, data: bytes) -> None:
+    tag = world.call("GET", FILE).headers["etag"]
+    again = world.call("GET", FILE, headers={"If-None-Match": tag})
+    assert (again.status_code, again.content) == (304, b"")
+    other = world.call("GET", FILE, headers={"Range": "bytes=0-9", "If-Range": '"another"'})
+    assert (other.status_code, other.content) == (200, data)
+
+
+def test_an_empty_file_is_a_file(world: World) -> None:
+    push_file(world, "team/bert", "empty", b"")
+    answer = world.call("GET", "models/team/bert/versions/1/files/empty")
+    assert (answer.status_code, answer.content) == (200, b"")
+
+
+def test_a_file_the_version_does_not_have_is_not_found(world: World, data: bytes) -> None:
+    answer = world.call("GET", "models/team/bert/versions/1/files/other")
+    assert (answer.status_code, answer.json()["code"]) == (404, "no-such-thing")
+
+
+def test_a_large_file_passes_through_little_memory(
+    world: World, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "WINDOW_BYTES", MIB)
+    data = os.urandom(MIB) * 40
+    push_file(world, "team/bert", "w.bin", data)
+    headers = {"Authorization": f"Bearer {world.secrets['reader']}"}
+    digest = blake3()
+    tracemalloc.start()
+    with httpx.stream("GET", f"{url}/api/v1/{FILE}", headers=headers) as answer:
+        for piece in answer.iter_bytes(65536):
+            digest.update(piece)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert digest.digest() == blake3(data).digest()
+    assert peak < 20 * MIB
+
+
+def test_damaged_bytes_are_a_problem_and_never_an_answer(world: World, data: bytes) -> None:
+    (pack,) = world.store.list(layout.PACKS)
+    file = world.store.folder / pack.path.text  # type: ignore[attr-defined]
+    file.chmod(0o644)
+    content = bytearray(file.read_bytes())
+    content[1000] ^= 1
+    file.write_bytes(content)
+    answer = world.call("GET", FILE)
+    assert (answer.status_code, answer.json()["code"]) == (500, "block-corrupt")
+
+
+def test_bytes_damaged_further_on_break_the_answer_off(
+    world: World, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "WINDOW_BYTES", MIB)
+    push_file(world, "team/bert", "w.bin", os.urandom(8 * MIB))
+    (pack,) = world.store.list(layout.PACKS)
+    file = world.store.folder / pack.path.text  # type: ignore[attr-defined]
+    file.chmod(0o644)
+    content = bytearray(file.read_bytes())
+    content[6 * MIB] ^= 1
+    file.write_bytes(content)
+    headers = {"Authorization": f"Bearer {world.secrets['reader']}"}
+    with pytest.raises(httpx.RemoteProtocolError, match="without sending complete"):
+        httpx.get(f"{url}/api/v1/{FILE}", headers=headers)
+
+
+def test_the_manifest_is_the_one_the_digest_names(world: World, data: bytes) -> None:
+    version = world.call("GET", "models/team/bert/versions/1").json()
+    answer = world.call("GET", "models/team/bert/versions/1/manifest")
+    assert blake3(answer.content).hexdigest() == version["digest"]
+    assert answer.headers["etag"] == f'"{version["digest"]}"'
+
+
+def test_placements_say_where_every_block_lies_page_by_page(world: World) -> None:
+    push(world.registry, world.store, "team/bert", *(os.urandom(70_000) for _ in range(5)))
+    path = "models/team/bert/versions/1/placements"
+    found: dict[object, object] = {}
+    after: str | None = None
+    for _ in range(3):
+        params = {"limit": 2} | ({"after": after} if after else {})
+        answer = Placed.model_validate_json(world.call("GET", path, params=params).content)
+        found |= placements_by_block(answer)
+        after = answer.next
+    assert after is None
+    manifest = msgspec.json.decode(
+        world.call("GET", "models/team/bert/versions/1/manifest").content
+    )
+    assert {block.hex for block in found} == {hex for hex, _ in manifest["blocks"]}  # type: ignore[attr-defined]
+
+
+def test_blocks_of_other_projects_are_not_placed(world: World) -> None:
+    push(world.registry, world.store, "other/gpt", b"secret" * 20_000)
+    push(world.registry, world.store, "team/bert", b"ours" * 20_000)
+    manifests = [
+        msgspec.json.decode(world.call("GET", f"models/{name}/versions/1/manifest").content)
+        for name in ("other/gpt", "team/bert")
+    ]
+    (theirs,), (ours,) = ([hex for hex, _ in one["blocks"]] for one in manifests)
+    body = {"blocks": [theirs, ours, "00" * 32]}
+    answer = Placed.model_validate_json(
+        world.call("POST", "placements", token="reader", json=body).content
+    )
+    assert {block.hex for block in placements_by_block(answer)} == {ours}
+    everything = Placed.model_validate_json(world.call("POST", "placements", json=body).content)
+    assert {block.hex for block in placements_by_block(everything)} == {theirs, ours}
+
+
+def test_replicas_name_the_datanodes(world: World, data: bytes) -> None:
+    (found,) = world.call("GET", "models/team/bert/versions/1/replicas").json()["items"]
+    assert PackId(found["pack"])
+    assert found["replicas"][0]["datanode"] == "localhost"
+
+
+def test_reading_a_file_is_a_use_of_the_version(world: World, data: bytes) -> None:
+    version = "models/team/bert/versions/1"
+    assert world.call("GET", version).json()["last_used"] is None
+    world.call("GET", FILE)
+    assert world.call("GET", version).json()["last_used"] is not None

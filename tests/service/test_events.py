@@ -1,0 +1,112 @@
+"""Events, as they happen, over a real connection."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import httpx
+import pytest
+from service_world import World, push
+
+from weightyard.names import AliasName, ModelName, TokenName
+from weightyard.records import Event
+from weightyard.service import events
+
+BERT = ModelName("team", "bert")
+
+
+@contextmanager
+def listening(
+    world: World, url: str, token: str = "reader", **headers: str
+) -> Iterator[Iterator[str]]:
+    shown = {"Authorization": f"Bearer {world.secrets[token]}", **headers}
+    timeout = httpx.Timeout(20)
+    with httpx.stream("GET", f"{url}/api/v1/events", headers=shown, timeout=timeout) as answer:
+        assert answer.status_code == 200, answer.read()
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        yield answer.iter_lines()
+
+
+def next_event(lines: Iterator[str]) -> Event:
+    for line in lines:
+        if line.startswith("data: "):
+            return Event.model_validate_json(line[6:])
+    raise AssertionError("the stream ended")
+
+
+def test_a_listener_hears_what_happens_and_only_what_it_may(world: World, url: str) -> None:
+    push(world.registry, world.store, "team/bert", b"before")
+    with listening(world, url) as lines:
+        assert next(lines).startswith("retry")
+        push(world.registry, world.store, "other/gpt", b"secret")
+        world.registry.move_alias(BERT, AliasName("prod"), 1, who="alice")
+        heard = next_event(lines)
+        assert (heard.kind, heard.subject) == ("alias.moved", "team/bert@prod")
+        push(world.registry, world.store, "team/bert", b"two")
+        assert next_event(lines).subject == "team/bert@v2"
+
+
+def test_a_listener_that_was_away_misses_nothing(world: World, url: str) -> None:
+    with listening(world, url) as lines:
+        next(lines)
+        push(world.registry, world.store, "team/bert", b"1")
+        last = next_event(lines).id
+    for i in range(5):
+        push(world.registry, world.store, "team/bert", b"%d" % i)
+    headers = {"Last-Event-ID": str(last)}
+    with listening(world, url, **headers) as lines:
+        assert [next_event(lines).subject for _ in range(5)] == [
+            f"team/bert@v{number}" for number in range(2, 7)
+        ]
+
+
+def test_many_events_at_once_come_in_order(
+    world: World, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_BATCH", 3)
+    push(world.registry, world.store, "team/bert", b"one")
+    for i in range(10):
+        world.registry.move_alias(BERT, AliasName(f"a{i}"), 1)
+    with listening(world, url, **{"Last-Event-ID": "0"}) as lines:
+        ids = [next_event(lines).id for _ in range(11)]
+    assert ids == sorted(ids)
+
+
+def test_a_revoked_token_hears_no_more(
+    world: World, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_SIGN_OF_LIFE_S", 0.1)
+    with listening(world, url) as lines:
+        next(lines)
+        world.registry.revoke_token(TokenName("reader"))
+        assert sum(1 for _ in lines) < 1000, "it ends"
+
+
+def test_listeners_cost_one_question_however_many_they_are(world: World, url: str) -> None:
+    push(world.registry, world.store, "team/bert", b"one")
+    heard: list[str] = []
+
+    def listen() -> None:
+        with listening(world, url) as lines:
+            next(lines)
+            ready.release()
+            heard.append(next_event(lines).subject)
+
+    ready = threading.Semaphore(0)
+    threads = [threading.Thread(target=listen) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        assert ready.acquire(timeout=20)
+    assert world.service.listeners == 20
+    push(world.registry, world.store, "team/bert", b"two")
+    for thread in threads:
+        thread.join(20)
+    assert heard == ["team/bert@v2"] * 20
+
+
+def test_a_last_event_that_is_not_one_is_refused(world: World) -> None:
+    answer = world.call("GET", "events", headers={"Last-Event-ID": "x"})
+    assert answer.status_code == 400

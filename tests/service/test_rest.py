@@ -1,0 +1,219 @@
+"""Models, versions and aliases over REST; problems, pages and ETags."""
+
+from __future__ import annotations
+
+import pytest
+from service_world import World, push
+
+from weightyard import errors
+from weightyard.errors import RegistryUnavailable, YardError
+from weightyard.names import ModelName, Ref
+from weightyard.service import problems
+
+BERT = "models/team/bert"
+
+
+@pytest.fixture
+def two(world: World) -> World:
+    push(world.registry, world.store, "team/bert", b"one", alias="prod")
+    push(world.registry, world.store, "team/bert", b"two")
+    return world
+
+
+def test_lists_come_in_pages_that_leave_nothing_out(world: World) -> None:
+    names = [f"team/m{i}" for i in range(7)]
+    for name in names:
+        world.registry.create_model(ModelName.parse(name))
+    found: list[str] = []
+    after = None
+    while True:
+        params = {"limit": 3} | ({"after": after} if after else {})
+        page = world.call("GET", "models", params=params).json()
+        found += [model["name"] for model in page["items"]]
+        if (after := page["next"]) is None:
+            break
+    assert found == names
+
+
+def test_versions_and_the_audit_log_come_in_pages(two: World) -> None:
+    for path, key, expected in ((f"{BERT}/versions", "number", [2, 1]), ("audit", "id", None)):
+        first = two.call("GET", path, params={"limit": 1}).json()
+        second = two.call("GET", path, params={"limit": 1, "after": first["next"]}).json()
+        numbers = [page["items"][0][key] for page in (first, second)]
+        assert numbers == (expected or sorted(numbers, reverse=True))
+
+
+@pytest.mark.parametrize("selector", ["latest", "v2"])
+def test_a_selector_resolves(two: World, selector: str) -> None:
+    assert two.call("GET", f"{BERT}/resolve/{selector}").json()["number"] == 2
+
+
+def test_an_alias_and_a_digest_resolve(two: World) -> None:
+    version = two.call("GET", f"{BERT}/resolve/prod").json()
+    assert version["number"] == 1
+    assert two.call("GET", f"{BERT}/resolve/{version['digest']}").json() == version
+
+
+def test_an_alias_moves_only_from_where_it_is_expected(two: World) -> None:
+    path = f"{BERT}/aliases/prod"
+    tag = two.call("GET", path).headers["etag"]
+    assert tag == '"v1"'
+    moved = two.call(
+        "PUT", path, json={"version": 2, "reason": "better"}, headers={"If-Match": tag}
+    )
+    assert (moved.status_code, moved.json()["before"], moved.headers["etag"]) == (200, 1, '"v2"')
+    late = two.call("PUT", path, json={"version": 1}, headers={"If-Match": tag})
+    problem = late.json()
+    assert (late.status_code, problem["code"], problem["current"]) == (412, "alias-moved", 2)
+    exists = two.call("PUT", path, json={"version": 1}, headers={"If-None-Match": "*"})
+    assert exists.status_code == 412
+    new = f"{BERT}/aliases/staging"
+    assert two.call("PUT", new, json={"version": 1}, headers={"If-None-Match": "*"}).is_success
+
+
+def test_an_alias_has_a_log_and_goes_back_in_one_step(two: World) -> None:
+    path = f"{BERT}/aliases/prod"
+    two.call("PUT", path, json={"version": 2, "reason": "better"}, token="writer")
+    two.call("POST", f"{path}/rollback", token="writer", json={"reason": "worse"})
+    log = two.call("GET", f"{path}/log").json()["items"]
+    assert [(move["before"], move["after"], move["who"], move["reason"]) for move in log] == [
+        (2, 1, "writer", "worse"),
+        (1, 2, "writer", "better"),
+        (None, 1, "service", "published"),
+    ]
+    then = log[-1]["at"]
+    assert len(two.call("GET", f"{path}/log", params={"as_of": then}).json()["items"]) == 1
+    assert two.call("DELETE", path, token="writer").json()["after"] is None
+    assert two.call("GET", path).status_code == 404
+
+
+def test_a_version_changes_only_as_it_was_read(two: World) -> None:
+    path = f"{BERT}/versions/1"
+    tag = two.call("GET", path).headers["etag"]
+    changed = two.call("PATCH", path, json={"tags": {"a": "b"}}, headers={"If-Match": tag})
+    assert (changed.status_code, changed.json()["tags"]) == (200, {"a": "b"})
+    late = two.call("PATCH", path, json={"tags": {}}, headers={"If-Match": tag})
+    assert (late.status_code, late.json()["code"]) == (412, "changed")
+    assert (
+        two.call("GET", path, headers={"If-None-Match": changed.headers["etag"]}).status_code == 304
+    )
+    assert two.call("PATCH", path, json={"digest": "x"}).status_code == 422
+
+
+def test_a_version_with_an_alias_is_protected(two: World) -> None:
+    answer = two.call("DELETE", f"{BERT}/versions/1")
+    assert (answer.status_code, answer.json()["code"]) == (409, "protected")
+    assert two.call("DELETE", f"{BERT}/versions/2").json()["number"] == 2
+    assert two.call("GET", f"{BERT}/versions/2").status_code == 404
+
+
+def test_retention_is_set_and_cleared(two: World) -> None:
+    rules = {"keep_last": 3, "ttl_s": 60}
+    assert two.call("PUT", f"{BERT}/retention", json=rules).json()["retention"] == rules
+    two.call("DELETE", f"{BERT}/retention")
+    assert two.call("GET", BERT).json()["retention"] is None
+
+
+def test_cost_tells_of_other_projects_only_to_those_who_may_read_them(world: World) -> None:
+    for model in ("team/bert", "other/gpt", "team/gpt"):
+        push(world.registry, world.store, model, b"same" * 30_000)
+    shared = world.call("GET", f"{BERT}/versions/1/cost", token="reader").json()["shared_with"]
+    assert list(shared) == ["team/gpt@v1"]
+    assert len(world.call("GET", f"{BERT}/versions/1/cost").json()["shared_with"]) == 2
+
+
+def test_a_problem_has_what_programs_and_people_need(world: World) -> None:
+    answer = world.call("GET", "models/team/none", headers={"X-Request-ID": "my-request.1"})
+    assert answer.headers["content-type"] == "application/problem+json"
+    assert answer.headers["x-request-id"] == "my-request.1"
+    assert answer.json() == {
+        "type": "urn:weightyard:problem:no-such-thing",
+        "title": problems.title_of(errors.NoSuchThing),
+        "status": 404,
+        "detail": "no model team/none",
+        "code": "no-such-thing",
+        "request_id": "my-request.1",
+    }
+
+
+def test_a_request_id_that_is_not_one_is_replaced(world: World) -> None:
+    answer = world.call("GET", "models/team/none", headers={"X-Request-ID": "a b\tc"})
+    assert len(answer.json()["request_id"]) == 16
+    assert answer.headers["x-request-id"] == answer.json()["request_id"]
+
+
+def every(kind: type[YardError]) -> list[type[YardError]]:
+    return [kind, *(child for sub in kind.__subclasses__() for child in every(sub))]
+
+
+def test_every_error_has_a_status_and_a_code_of_its_own() -> None:
+    kinds = [kind for kind in every(YardError) if kind.__module__ == errors.__name__]
+    codes = [kind.code for kind in kinds]
+    assert len(set(codes)) == len(codes)
+    for kind in kinds:
+        error = kind.__new__(kind)
+        assert 400 <= problems.status_of(error, "GET") < 600
+        assert problems.status_of(error, "POST") != 500 or not isinstance(error, errors.Damaged)
+
+
+def test_an_error_nobody_foresaw_tells_nothing_of_the_inside(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(ref: Ref) -> None:
+        raise ValueError("SELECT password FROM users")
+
+    monkeypatch.setattr(world.registry, "resolve", broken)
+    answer = world.call("GET", f"{BERT}/versions/1")
+    assert (answer.status_code, answer.json()["code"]) == (500, "bug")
+    assert "SELECT" not in answer.text
+    assert "Traceback" not in answer.text
+
+
+def test_a_database_that_does_not_answer_is_tried_again_later(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(ref: Ref) -> None:
+        raise RegistryUnavailable("database: connection to 10.0.0.5 with password hunter2 failed")
+
+    monkeypatch.setattr(world.registry, "resolve", gone)
+    answer = world.call("GET", f"{BERT}/versions/1")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert "hunter2" not in answer.text
+
+
+def test_readiness_tells_what_is_missing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert world.call("GET", "ready", token=None).json()["status"] == "ok"
+    world.service.readiness = None
+
+    def gone() -> int:
+        raise RegistryUnavailable("gone")
+
+    monkeypatch.setattr(world.registry, "newest_event", gone)
+    answer = world.call("GET", "ready", token=None)
+    assert (answer.status_code, answer.json()["database"], answer.json()["store"]) == (
+        503, False, True,
+    )  # fmt: skip
+    assert world.call("GET", "health", token=None).status_code == 200
+
+
+def test_metrics_count_by_route_and_never_by_name(two: World) -> None:
+    two.call("GET", f"{BERT}/versions/1")
+    two.call("GET", "/nowhere/secret-name")
+    text = two.call("GET", "metrics").text
+    assert (
+        'weightyard_requests_total{method="GET",route="/models/{project}/{name}/versions/{number}"'
+        in text
+    )
+    assert "bert" not in text
+    assert "secret-name" not in text
+
+
+def test_every_operation_is_documented_with_its_problem(world: World) -> None:
+    schema = world.call("GET", "openapi.json").json()
+    for path, operations in schema["paths"].items():
+        for method, operation in operations.items():
+            where = f"{method} {path}"
+            assert operation["description"], where
+            assert "application/problem+json" in operation["responses"]["default"]["content"], where
+    assert schema["paths"]["/api/v1/health"]["get"]["security"] == []
+    assert schema["security"] == [{"token": []}]

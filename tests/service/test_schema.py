@@ -1,0 +1,106 @@
+"""The OpenAPI held against the service: whatever is sent, no server error, no breach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+from service_world import World, make_world, push, push_file
+
+CHECKS = [
+    not_a_server_error,
+    status_code_conformance,
+    content_type_conformance,
+    response_headers_conformance,
+    response_schema_conformance,
+]
+
+
+@pytest.fixture(scope="module")
+def fuzzed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("fuzzed")
+    with make_world(folder) as world:
+        prepare(world)
+        yield world
+
+
+def prepare(world: World) -> None:
+    """A version that nothing can remove, since another one names it as its parent."""
+    push_file(world, "team/bert", "file.bin", b"weights" * 1000)
+    push(world.registry, world.store, "team/bert", b"2", parent="team/bert@v1", alias="prod")
+    push(world.registry, world.store, "team/bert", b"3", parent="team/bert@v2")
+
+
+def hold_against_schema(world: World, cases_each: int) -> int:
+    """Call every operation so many times with what fits its schema, and with what does not."""
+    schema = schemathesis.openapi.from_asgi(
+        "/api/v1/openapi.json",
+        world.app,
+        headers={"Authorization": f"Bearer {world.secrets['boss']}"},
+    )
+    called = 0
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        cases = st.one_of(
+            operation.as_strategy(generation_mode=GenerationMode.POSITIVE),
+            operation.as_strategy(generation_mode=GenerationMode.NEGATIVE),
+        )
+
+        @settings(
+            max_examples=cases_each,
+            deadline=None,
+            database=None,
+            derandomize=True,
+            phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )
+        @given(case=cases, really=st.booleans())
+        def hold(case: Case, really: bool) -> None:
+            nonlocal called
+            called += 1
+            if really:
+                _aim(world, case)
+            if case.path.endswith("/events"):
+                case.query["for_s"] = 0  # else it would go on for an hour
+            shown = {"Authorization": f"Bearer {world.secrets['boss']}"}
+            case.call_and_validate(headers=shown, checks=CHECKS)
+
+        hold()
+    return called
+
+
+def _aim(world: World, case: Case) -> None:
+    """Let a request meet something that is there."""
+    real: dict[str, Any] = {
+        "project": "team", "name": "bert", "number": 1, "alias": "prod", "selector": "latest",
+        "path": "file.bin", "token": "stranger",
+    }  # fmt: skip
+    if "upload" in case.path_parameters:
+        real["upload"] = world.call("POST", "models/team/bert/uploads").json()["id"]
+    for name in case.path_parameters:
+        case.path_parameters[name] = real[name]
+    for condition in ("if-match", "if-none-match", "last-event-id"):
+        case.headers.pop(condition, None)
+    case.query.pop("after", None)
+
+
+def test_no_request_is_a_server_error_or_breaks_the_schema(fuzzed: World) -> None:
+    assert hold_against_schema(fuzzed, 8) > 300
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_ten_thousand_requests_are_no_server_error(fuzzed: World) -> None:
+    assert hold_against_schema(fuzzed, 300) > 10_000

@@ -1,0 +1,175 @@
+"""The service as people run it: the command, curl, and what happens when it is killed."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from typer.testing import CliRunner, Result
+
+from weightyard.cli import app
+from weightyard.client.catalogue import HttpCatalogue
+from weightyard.names import FilePath, ModelName
+from weightyard.records import Publication
+from weightyard.registry.database import Database
+
+README = Path(__file__).parent.parent.parent / "README.md"
+WEIGHTYARD = Path(sys.executable).with_name("weightyard")
+
+
+def environment(home: Path) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WEIGHTYARD_")}
+    return {**kept, "WEIGHTYARD_HOME": str(home), "WEIGHTYARD_CACHE": str(home / "cache")}
+
+
+def run(home: Path, *command: str, code: int = 0) -> Result:
+    """A command of which no process need be seen."""
+    done = CliRunner().invoke(app, command, env=environment(home))
+    assert done.exit_code == code, done.output
+    return done
+
+
+@contextmanager
+def serving(home: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[bytes], Path]]:
+    log = home / "service.log"
+    home.mkdir(exist_ok=True)
+    with log.open("wb") as out:
+        process = subprocess.Popen(
+            [WEIGHTYARD, "serve", "--port", "0", *options], env=environment(home), stderr=out
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while not (found := re.search(r" on (http://\S+)", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        url = found[1]
+        while True:
+            try:
+                httpx.get(f"{url}/api/v1/health", timeout=5).raise_for_status()
+                break
+            except httpx.TransportError:
+                assert time.monotonic() < deadline, log.read_text()
+                time.sleep(0.05)
+        yield url, process, log
+    finally:
+        process.terminate()
+        assert process.wait(30) is not None
+
+
+def curl_lines() -> list[str]:
+    """The lines of the README's section on REST that call curl."""
+    section = README.read_text().split("## Over REST", 1)[1].split("\n## ", 1)[0]
+    return re.findall(r"^\$ (.*curl.*)$", section, re.MULTILINE)
+
+
+def test_the_readmes_four_curl_lines_register_and_fetch_a_model(tmp_path: Path) -> None:
+    lines = curl_lines()
+    assert len(lines) == 4
+    data = os.urandom(1_000_000)
+    (tmp_path / "model.safetensors").write_bytes(data)
+    with serving(tmp_path / "home") as (url, _, log):
+        assert "every program on this host" in log.read_text()
+        script = "\n".join(["set -eu", *lines]).replace("http://127.0.0.1:8600", url)
+        done = subprocess.run(
+            ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (tmp_path / "copy.safetensors").read_bytes() == data
+        resolved = httpx.get(f"{url}/api/v1/models/team/bert/resolve/prod").json()
+        assert (resolved["number"], resolved["author"]) == (1, "local")
+        time.sleep(1.5)
+        records = list((tmp_path / "home/store/models").rglob("*.json"))
+        assert [record.name for record in records] == ["v1.json"], "written by itself"
+
+
+def test_a_service_that_is_told_to_stop_does_not_wait_for_listeners(tmp_path: Path) -> None:
+    with (
+        serving(tmp_path) as (url, process, _),
+        httpx.stream("GET", f"{url}/api/v1/events", timeout=20) as answer,
+    ):
+        lines = answer.iter_lines()
+        next(lines)
+        process.terminate()
+        assert process.wait(10) == 128 + signal.SIGTERM
+        assert len(list(lines)) < 10, "and the stream ends as it should"
+
+
+def test_a_killed_service_loses_nothing_and_the_next_one_goes_on(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    file = tmp_path / "w.bin"
+    file.write_bytes(os.urandom(500_000))
+    with serving(home) as (url, process, _):
+        with HttpCatalogue(url, deadline_s=5) as client:
+            upload = client.open_upload(ModelName("team", "bert"), Publication())
+            upload.put_file(FilePath("w.bin"), file)
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+    secret = run(home, "token", "create", "me", "--role", "admin", "-q").stdout.strip()
+    with serving(home, "--host", "0.0.0.0") as (url, _, log):
+        api = f"{url.replace('0.0.0.0', '127.0.0.1')}/api/v1"
+        headers = {"Authorization": f"Bearer {secret}"}
+        assert httpx.get(f"{api}/models").status_code == 401
+        done = httpx.post(f"{api}/uploads/{upload.id}/commit", headers=headers)
+        assert done.status_code == 201, done.text
+        answer = httpx.get(f"{api}/models/team/bert/versions/1/files/w.bin", headers=headers)
+        assert answer.content == file.read_bytes()
+        assert "request.done" in log.read_text()
+        assert secret not in log.read_text()
+
+
+def test_a_service_on_another_address_does_not_start_open(tmp_path: Path) -> None:
+    done = run(tmp_path, "serve", "--host", "0.0.0.0", "--port", "0", code=2)
+    assert "token create" in done.stderr
+
+
+def test_a_schema_it_does_not_know_stops_it_with_the_command_to_run(
+    tmp_path: Path, postgres: Callable[[], str]
+) -> None:
+    newer = f"sqlite:///{tmp_path}/newer.db"
+    run(tmp_path, "db", "upgrade", "--db", newer)
+    database = Database(newer)
+    database.write(lambda tx: tx.exec_driver_sql("UPDATE alembic_version SET version_num='9999'"))
+    database.close()
+    done = run(tmp_path, "serve", "--db", newer, "--port", "0", code=2)
+    assert "9999" in done.stderr
+    url = postgres()
+    older = Database(url)
+    older.write(lambda tx: tx.exec_driver_sql("DELETE FROM alembic_version"))
+    older.close()
+    done = run(tmp_path, "serve", "--db", url, "--port", "0", code=2)
+    assert "weightyard db upgrade" in done.stderr
+
+
+def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        done = run(tmp_path, "serve", "--port", str(taken.getsockname()[1]), code=2)
+    assert "--port" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_killed_again_and_again_it_gives_out_no_number_twice(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    acknowledged: list[int] = []
+    for round_ in range(20):
+        with serving(home) as (url, process, _):
+            for i in range(3):
+                opened = httpx.post(f"{url}/api/v1/models/team/bert/uploads").json()
+                upload = f"{url}/api/v1/uploads/{opened['id']}"
+                httpx.put(f"{upload}/files/a", content=b"%d %d" % (round_, i))
+                if i == 2:
+                    process.send_signal(signal.SIGKILL)
+                    break
+                acknowledged.append(httpx.post(f"{upload}/commit").json()["number"])
+    assert acknowledged == list(range(1, len(acknowledged) + 1))

@@ -1,0 +1,187 @@
+"""What the tests of service and client have in common."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import shutil
+import sqlite3
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import httpx
+import uvicorn
+from fastapi import FastAPI
+
+from weightyard.format.assembly import manifest_of
+from weightyard.format.block import MIB
+from weightyard.format.dtypes import DType
+from weightyard.format.splitting import StateTensor, split_state
+from weightyard.names import ModelName, TokenName
+from weightyard.records import Publication, Role, Version
+from weightyard.registry import migrate
+from weightyard.registry.database import Database
+from weightyard.registry.registry import Registry
+from weightyard.service.app import create_app
+from weightyard.service.serving import listening, open_service
+from weightyard.service.state import Service
+from weightyard.settings import Settings
+from weightyard.storage.local import LocalStore
+from weightyard.storage.store import Store
+from weightyard.transfer.catalogue import Catalogue
+from weightyard.transfer.publish import publish
+from weightyard.transfer.source import MemorySource
+from weightyard.transfer.writer import Content, Writer
+
+API = "/api/v1"
+
+
+@dataclass
+class World:
+    """A service, its yard, and tokens by name."""
+
+    service: Service
+    app: FastAPI
+    secrets: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def registry(self) -> Registry:
+        return self.service.registry
+
+    @property
+    def store(self) -> Store:
+        return self.service.store
+
+    def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        token: str | None = "boss",
+        headers: Mapping[str, str] | None = None,
+        peer: str = "127.0.0.1",
+        base: str = "http://127.0.0.1:8600",
+        **options: Any,
+    ) -> httpx.Response:
+        """One request in this process; the token is named, not shown."""
+        given = httpx.Headers(headers)
+        if token is not None:
+            given["Authorization"] = f"Bearer {self.secrets.get(token, token)}"
+
+        async def ask() -> httpx.Response:
+            transport = httpx.ASGITransport(
+                self.app, raise_app_exceptions=False, client=(peer, 50000)
+            )
+            async with httpx.AsyncClient(transport=transport, base_url=base) as client:
+                target = path if path.startswith("/") else f"{API}/{path}"
+                return await client.request(method, target, headers=given, **options)
+
+        return asyncio.run(ask())
+
+
+TOKENS = (
+    ("boss", Role.ADMIN, ["*"]),
+    ("reader", Role.READ, ["team"]),
+    ("writer", Role.WRITE, ["team"]),
+    ("lead", Role.ADMIN, ["team"]),
+    ("stranger", Role.WRITE, ["other"]),
+)
+
+
+@contextmanager
+def make_world(
+    folder: Path, database_url: str | None = None, *, tokens: bool = True, **settings: Any
+) -> Iterator[World]:
+    """A service on a store in a folder, and on a database: by default SQLite, beside it."""
+    secrets: dict[str, str] = {}
+    if database_url is None:
+        folder.mkdir(exist_ok=True)
+        template, secrets = _template(tokens)
+        shutil.copy(template, folder / "registry.db")
+        database = Database(f"sqlite:///{folder}/registry.db")
+    else:
+        database = Database(database_url)
+        migrate.upgrade(database)
+    store = LocalStore(folder / "store")
+    options = {"spool": folder / "spool", "spool_bytes": 64 * MIB, **settings}
+    service = open_service(store, database, Settings(**options), "127.0.0.1")
+    if tokens and not secrets:
+        secrets = _make_tokens(service.registry)
+    yield World(service, create_app(service), dict(secrets))
+    database.close()
+
+
+def _make_tokens(registry: Registry) -> dict[str, str]:
+    return {
+        name: registry.create_token(TokenName(name), role, projects, who="test").secret
+        for name, role, projects in TOKENS
+    }
+
+
+@cache
+def _template(tokens: bool) -> tuple[Path, dict[str, str]]:
+    """A database that was migrated once, for all tests to copy."""
+    folder = Path(tempfile.mkdtemp(prefix="weightyard-tests-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    database = Database(f"sqlite:///{folder}/registry.db")
+    migrate.upgrade(database)
+    secrets = _make_tokens(Registry(database)) if tokens else {}
+    database.close()
+    with sqlite3.connect(folder / "registry.db") as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        connection.execute("PRAGMA journal_mode=DELETE")
+    connection.close()
+    return folder / "registry.db", secrets
+
+
+def push(catalogue: Catalogue, store: Store, model: str, *contents: bytes, **said: Any) -> Version:
+    """Publish tensors as a trainer would, by whichever catalogue."""
+    publication = Publication.model_validate(said)
+    upload = catalogue.open_upload(ModelName.parse(model), publication)
+    tensors = [StateTensor(f"t{i}", DType.U8, (len(data),)) for i, data in enumerate(contents)]
+    split = split_state(tensors, MIB)
+    sources = [MemorySource(data) for data in contents]
+    ids = Writer(store, upload).write([Content(split, sources)])
+    return publish(store, upload, manifest_of([split], ids), publication, upload.id.hex)
+
+
+def push_file(world: World, model: str, path: str, data: bytes, token: str = "boss") -> int:
+    """Publish one file through the service; the version's number."""
+    opened = world.call("POST", f"models/{model}/uploads", token=token).json()
+    upload = f"uploads/{opened['id']}"
+    sent = world.call("PUT", f"{upload}/files/{path}", content=data, token=token)
+    assert sent.status_code == 200, sent.text
+    done = world.call("POST", f"{upload}/commit", token=token)
+    assert done.status_code == 201, done.text
+    return int(done.json()["number"])
+
+
+@contextmanager
+def served(app: FastAPI, **options: Any) -> Iterator[str]:
+    """An app on a real port of loopback, by a real server."""
+    sock = listening("127.0.0.1", 0)
+    config = uvicorn.Config(
+        app, log_config=None, http="h11", ws="none", proxy_headers=False, **options
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
+    thread.start()
+    deadline = time.monotonic() + 20
+    while not server.started:
+        assert thread.is_alive()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{sock.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join(20)
+        sock.close()
+        assert not thread.is_alive()

@@ -1,0 +1,179 @@
+"""`weightyard alias`: names that move, with their history."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weightyard.cli.session import Session, command
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from weightyard.records import AliasMove
+    from weightyard.transfer.catalogue import Anything
+
+app = typer.Typer(
+    help="Names that move from version to version, with every move kept.", no_args_is_help=True
+)
+
+_Name = Annotated[str, typer.Argument(metavar="NAME", help="The model: PROJECT/NAME.")]
+_Alias = Annotated[str, typer.Argument(metavar="ALIAS", help="Such as prod.")]
+_Reason = Annotated[str, typer.Option(metavar="R", help="Why; kept in the history.")]
+_Expect = Annotated[
+    str | None,
+    typer.Option(metavar="V", help="Only if it is on this version now; 'none': not yet there."),
+]
+
+
+@app.command("set")
+@command
+def set_(
+    session: Session,
+    name: _Name,
+    alias: _Alias,
+    version: Annotated[
+        str, typer.Argument(metavar="VERSION", help="3, v3, latest, a digest or another alias.")
+    ],
+    reason: _Reason = "",
+    expect: _Expect = None,
+) -> None:
+    """Put an alias on a version.
+
+    Examples:
+
+      weightyard alias set team/bert prod v3 --reason 'better on the eval set'
+
+      weightyard alias set team/bert prod 4 --expect 3
+    """
+    from weightyard.cli.refs import resolve
+
+    expected = _expected(expect)
+    with session.open() as yard:
+        to = resolve(yard, f"{name}@{_selector(version)}").number
+        moved = yard.set_alias(name, alias, to, reason=reason, expect=expected)
+    _show_move(session, moved)
+
+
+@app.command()
+@command
+def log(
+    session: Session,
+    name: _Name,
+    alias: _Alias,
+    as_of: Annotated[
+        datetime | None,
+        typer.Option("--as-of", help="Only moves up to then (UTC); the first one shown ruled."),
+    ] = None,
+) -> None:
+    """Show where an alias was, when, by whom and why; the newest move first.
+
+    Examples:
+
+      weightyard alias log team/bert prod
+
+      weightyard alias log team/bert prod --as-of 2026-11-01T12:00:00
+    """
+    from weightyard.cli.refs import find_model
+
+    until = as_of.replace(tzinfo=UTC) if as_of is not None else None
+    with session.open() as yard:
+        find_model(yard, name)
+        moves = yard.alias_log(name, alias, as_of=until)
+    session.show(
+        {"model": name, "alias": alias, "moves": [move.model_dump(mode="json") for move in moves]},
+        lambda console: _show_log(console, f"{name} never had the alias {alias}", moves),
+    )
+
+
+@app.command()
+@command
+def rollback(session: Session, name: _Name, alias: _Alias, reason: _Reason = "") -> None:
+    """Put an alias back where it was before its last move.
+
+    Example: weightyard alias rollback team/bert prod --reason 'latency'
+    """
+    from weightyard.cli.refs import find_model
+
+    with session.open() as yard:
+        find_model(yard, name)
+        moved = yard.rollback_alias(name, alias, reason=reason)
+    _show_move(session, moved)
+
+
+@app.command()
+@command
+def rm(
+    session: Session, name: _Name, alias: _Alias, reason: _Reason = "", expect: _Expect = None
+) -> None:
+    """Remove an alias. The version stays, and so does the history.
+
+    Example: weightyard alias rm team/bert canary
+    """
+    from weightyard.cli.refs import find_model
+
+    expected = _expected(expect)
+    with session.open() as yard:
+        find_model(yard, name)
+        moved = yard.set_alias(name, alias, None, reason=reason, expect=expected)
+    _show_move(session, moved)
+
+
+def _selector(version: str) -> str:
+    return f"v{version}" if version.isdecimal() else version
+
+
+def _expected(text: str | None) -> int | Anything | None:
+    from weightyard.transfer.catalogue import ANYTHING
+
+    if text is None:
+        return ANYTHING
+    if text == "none":
+        return None
+    number = text.removeprefix("v")
+    if not number.isdecimal():
+        raise typer.BadParameter(f"{text!r} is no version: write v3, 3 or none")
+    return int(number)
+
+
+def _show_move(session: Session, moved: AliasMove) -> None:
+    from weightyard.cli.tables import clean
+
+    if moved.after is None:
+        said = f"{moved.model}@{moved.alias} is removed; it was on v{moved.before}"
+    elif moved.before is None:
+        said = f"{moved.model}@{moved.alias} is on v{moved.after}"
+    elif moved.before == moved.after:
+        said = f"{moved.model}@{moved.alias} was on v{moved.after} already"
+    else:
+        said = f"{moved.model}@{moved.alias} is on v{moved.after}; it was on v{moved.before}"
+    session.show(
+        moved.model_dump(mode="json"), lambda console: console.print(clean(said), markup=False)
+    )
+
+
+def _show_log(console: Console, nothing: str, moves: Sequence[AliasMove]) -> None:
+    from weightyard.cli.tables import table
+    from weightyard.cli.wording import when
+
+    if not moves:
+        console.print(nothing, markup=False)
+        return
+    table(
+        console,
+        ["when", "from", "to", "by", "reason"],
+        [
+            (
+                when(move.at),
+                f"v{move.before}" if move.before else "",
+                f"v{move.after}" if move.after else "removed",
+                move.who,
+                move.reason,
+            )
+            for move in moves
+        ],
+    )

@@ -1,0 +1,28 @@
+"""What goes on behind a command, as far as a user should know: each kind of event once."""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+
+class Notices(logging.Handler):
+    """Shows the first log line of each kind on stderr: a store tried thirty times is one notice."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._seen: set[str] = set()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        line = record.getMessage()
+        event = line.partition(" ")[0]
+        if event not in self._seen:
+            self._seen.add(event)
+            sys.stderr.write(f"weightyard: {line}\n")
+
+
+def show_notices(*, wanted: bool) -> None:
+    """Send the package's log lines to stderr for this process, or nowhere."""
+    logger = logging.getLogger("weightyard")
+    logger.handlers = [Notices() if wanted else logging.NullHandler()]
+    logger.propagate = False

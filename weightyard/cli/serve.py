@@ -1,0 +1,86 @@
+"""`weightyard serve`: a yard over REST."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from weightyard.cli.session import Session, command
+from weightyard.errors import Unsupported
+
+
+@command
+def serve(
+    session: Session,
+    store: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="The store: hdfs://… or a folder. As --yard."),
+    ] = None,
+    db: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="The database: postgresql://… Better in WEIGHTYARD_DB, if it has a password.",
+        ),
+    ] = None,
+    host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8600,
+) -> None:
+    """Serve a yard over REST. Any number of these may run on one database.
+
+    On this host, and as long as there is no token, it lets everyone in and says so. On any other
+    address it needs tokens, or a proxy that says who is asking.
+
+    Examples:
+
+      weightyard serve
+
+      weightyard token create me --role admin && weightyard serve --host 0.0.0.0
+
+      weightyard serve --store hdfs://cluster/weightyard --db postgresql://db/weightyard
+    """
+    from weightyard.registry import migrate
+
+    try:
+        from weightyard.service.serving import listening, open_service
+        from weightyard.service.serving import serve as answer
+    except ModuleNotFoundError as why:
+        raise Unsupported(f"serving needs {why.name}: install weightyard[service]") from None
+    from weightyard.storage.opening import open_store
+    from weightyard.yard import open_database, store_url
+
+    _log_everything()
+    settings = session.settings()
+    if db is not None:
+        settings = settings.model_copy(update={"db": db})
+
+    def say(url: str) -> None:
+        typer.echo(f"weightyard serves {opened.url} on {url}", err=True)
+        if service.may_be_open and not service.registry.has_tokens():
+            typer.echo(
+                "There is no token yet: every program on this host may do everything. "
+                "`weightyard token create NAME --role admin` closes it.",
+                err=True,
+            )
+
+    with open_store(store or store_url(session.url, settings), settings) as opened:
+        database = open_database(opened, settings)
+        try:
+            if database.is_sqlite:
+                migrate.upgrade(database)
+            service = open_service(opened, database, settings, host)
+            with listening(host, port) as socket:
+                answer(service, socket, say)
+        finally:
+            database.close()
+
+
+def _log_everything() -> None:
+    """A service's log is for its operator: every line, with its time, on stderr."""
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    package = logging.getLogger("weightyard")
+    package.handlers = []
+    package.propagate = True

@@ -1,0 +1,175 @@
+"""Session: what every command has: the yard it works on, and how it talks."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from weightyard.cli.notices import show_notices
+from weightyard.errors import Refused, YardError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from weightyard.settings import Settings
+    from weightyard.yard import Yard
+
+_PANEL = "Options of every command"
+
+YardOption = Annotated[
+    str | None,
+    typer.Option(
+        "--yard",
+        metavar="URL",
+        rich_help_panel=_PANEL,
+        help="Service (http://…), store (hdfs://…) or folder. Goes before the environment.",
+    ),
+]
+TokenOption = Annotated[
+    str | None,
+    typer.Option(
+        "--token",
+        metavar="TOKEN",
+        rich_help_panel=_PANEL,
+        help="For a service. Better in WEIGHTYARD_TOKEN, where other users do not see it.",
+    ),
+]
+JsonOption = Annotated[
+    bool, typer.Option("--json", rich_help_panel=_PANEL, help="Print JSON, for scripts.")
+]
+QuietOption = Annotated[
+    bool, typer.Option("--quiet", "-q", rich_help_panel=_PANEL, help="Print only what was asked.")
+]
+
+_COMMON = {
+    "yard": (YardOption, None),
+    "token": (TokenOption, None),
+    "as_json": (JsonOption, False),
+    "quiet": (QuietOption, False),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One run of a command. Results go to stdout; progress, questions and errors to stderr."""
+
+    url: str | None = None
+    token: str | None = None
+    as_json: bool = False
+    quiet: bool = False
+
+    def open(self) -> Yard:
+        """The yard that the options, else the environment, name."""
+        from weightyard.yard import open_yard
+
+        return open_yard(self.url, token=self.token, settings=self.settings())
+
+    def settings(self) -> Settings:
+        from weightyard.settings import Settings
+
+        return Settings()
+
+    def show(self, result: Mapping[str, Any], human: Callable[[Console], None]) -> None:
+        """Print a result: as JSON if that was asked for, else for people."""
+        if self.as_json:
+            sys.stdout.write(json.dumps(result, indent=2, ensure_ascii=False, default=str) + "\n")
+        else:
+            human(console())
+
+    def say(self, line: str) -> None:
+        """Something worth knowing that is not the result."""
+        if not self.quiet:
+            typer.echo(line, err=True)
+
+    def confirm(self, question: str, *, yes: bool) -> None:
+        """Ask before something that cannot be undone. Raises Refused where nobody can answer."""
+        if yes:
+            return
+        if not (sys.stdin.isatty() and sys.stderr.isatty()):
+            raise Refused(f"{question} There is no terminal to ask on: say --yes to go ahead")
+        typer.confirm(question, abort=True, err=True)
+
+    @contextmanager
+    def progress(self, doing: str, total_bytes: int | None) -> Iterator[Callable[[int], None]]:
+        """A bar with rate and time left, on a terminal; elsewhere nothing. Takes bytes done."""
+        if self.quiet or self.as_json or not sys.stderr.isatty():
+            yield lambda done_bytes: None
+            return
+        from weightyard.cli.progress import bar
+
+        with bar(doing, total_bytes) as advance:
+            yield advance
+
+
+def console() -> Console:
+    """Where results go: with colours and the window's width on a terminal, else plain lines."""
+    from rich.console import Console
+
+    if sys.stdout.isatty():
+        return Console(highlight=False)
+    return Console(highlight=False, no_color=True, width=10_000, soft_wrap=True)
+
+
+def command(function: Callable[..., None]) -> Callable[..., None]:
+    """Gives a command the options all commands have, and turns errors into exit codes.
+
+    The function gets a Session first, then its own options. An option given before the command's
+    name (`weightyard --json ls`) counts as well as after it.
+    """
+
+    @functools.wraps(function)
+    def run(ctx: typer.Context, **options: Any) -> None:
+        given = {name: options.pop(name) for name in _COMMON}
+        session = _merged(ctx, given)
+        show_notices(wanted=not (session.quiet or session.as_json))
+        try:
+            function(session, **options)
+        except YardError as why:
+            fail(why, as_json=session.as_json)
+
+    own = list(inspect.signature(function, eval_str=True).parameters.values())[1:]
+    extra = [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
+        )
+        for name, (annotation, default) in _COMMON.items()
+    ]
+    context = inspect.Parameter(
+        "ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
+    )
+    signature = inspect.Signature([context, *own, *extra])
+    del run.__wrapped__  # Typer would read the options of that one
+    run.__signature__ = signature  # type: ignore[attr-defined]
+    run.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
+    return run
+
+
+def fail(why: YardError, *, as_json: bool) -> NoReturn:
+    """Say what went wrong in one line on stderr, and leave with the error's exit code."""
+    message = " ".join(str(why).split())
+    if as_json:
+        line = json.dumps({"error": why.code, "message": message}, ensure_ascii=False)
+    else:
+        line = f"weightyard: {message}"
+    typer.echo(line, err=True)
+    raise typer.Exit(why.exit_code)
+
+
+def _merged(ctx: typer.Context, given: Mapping[str, Any]) -> Session:
+    before = ctx.find_root().obj
+    session = before if isinstance(before, Session) else Session()
+    return replace(
+        session,
+        url=given["yard"] or session.url,
+        token=given["token"] or session.token,
+        as_json=given["as_json"] or session.as_json,
+        quiet=given["quiet"] or session.quiet,
+    )

@@ -1,0 +1,133 @@
+"""`weightyard show`: all there is to know of a version."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from weightyard.cli.session import Session, command
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from weightyard.format.manifest import Manifest
+    from weightyard.records import Cost, Version
+
+_FEW = 20
+
+
+@command
+def show(
+    session: Session,
+    ref: Annotated[
+        str, typer.Argument(metavar="REF", help="PROJECT/NAME, with @ALIAS, @v3 or @DIGEST.")
+    ],
+    tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors too.")] = False,
+) -> None:
+    """Show a version: where it comes from, what it holds, what it costs.
+
+    Examples:
+
+      weightyard show team/bert@prod
+
+      weightyard show team/bert@v3 --tensors
+
+      weightyard show team/bert@v3 --json
+    """
+    from weightyard.cli.refs import resolve, version_json
+
+    with session.open() as yard:
+        version = resolve(yard, ref)
+        manifest = yard.manifest(version.ref)
+        cost = yard.cost(version.ref)
+    result = {
+        **version_json(version),
+        "cost": cost.model_dump(mode="json"),
+        "content": {
+            "files": _files(manifest),
+            **({"tensors": _tensors(manifest)} if tensors else {}),
+        },
+    }
+    session.show(result, lambda console: _show(console, version, cost, manifest, tensors))
+
+
+def _files(manifest: Manifest) -> list[dict[str, Any]]:
+    return [{"path": file.path, "bytes": file.bytes, "kind": file.kind} for file in manifest.files]
+
+
+def _tensors(manifest: Manifest) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": tensor.name,
+            "file": None if tensor.file is None else manifest.files[tensor.file].path,
+            "dtype": tensor.dtype.name,
+            "shape": list(tensor.shape),
+        }
+        for tensor in manifest.tensors
+    ]
+
+
+def _show(
+    console: Console, version: Version, cost: Cost, manifest: Manifest, tensors: bool
+) -> None:
+    from weightyard.cli.tables import facts, table
+    from weightyard.cli.wording import count, size, when
+
+    console.print(version.ref, markup=False, style="bold")
+    structure = version.structure
+    parameters = structure.get("parameters")
+    facts(
+        console,
+        [
+            ("damaged", "yes: some of its bytes are missing or wrong" if version.damaged else ""),
+            ("aliases", ", ".join(version.aliases)),
+            ("message", version.message),
+            ("created", f"{when(version.created)} by {version.author or 'nobody named'}"),
+            ("last used", when(version.last_used)),
+            ("parent", version.parent or ""),
+            ("metrics", _pairs(version.metrics)),
+            ("tags", _pairs(version.tags)),
+            ("digest", version.digest),
+            ("files", f"{count(version.files, 'file')}, {size(version.logical_bytes)}"),
+            (
+                "tensors",
+                count(version.tensors, "tensor")
+                + (f", {parameters:,} parameters" if parameters else "")
+                + _dtypes(structure.get("dtypes")),
+            ),
+            ("replication", str(version.replication or "")),
+            ("policy", version.policy or ""),
+            ("stored", f"{size(cost.stored_bytes)} in {count(cost.packs, 'pack')}"),
+            ("with copies", size(cost.replicated_bytes)),
+            ("only here", f"{size(cost.unique_bytes)}, {size(cost.unique_stored_bytes)} stored"),
+            ("cold load", size(cost.cold_load_bytes)),
+        ],
+    )
+    if cost.shared_with:
+        most = list(cost.shared_with.items())[:_FEW]
+        table(console, ["shared with", "bytes"], [(ref, size(amount)) for ref, amount in most])
+    table(
+        console,
+        ["file", "size", "kind"],
+        [(file.path, size(file.bytes), file.kind) for file in manifest.files],
+    )
+    if tensors:
+        table(
+            console,
+            ["tensor", "dtype", "shape", "file"],
+            [
+                (one["name"], one["dtype"], "×".join(map(str, one["shape"])), one["file"] or "")
+                for one in _tensors(manifest)
+            ],
+        )
+
+
+def _pairs(values: dict[str, Any]) -> str:
+    return ", ".join(f"{key}={value}" for key, value in values.items())
+
+
+def _dtypes(found: Any) -> str:
+    if not isinstance(found, dict) or not found:
+        return ""
+    return f" ({', '.join(f'{amount} {dtype}' for dtype, amount in found.items())})"

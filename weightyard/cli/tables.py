@@ -1,0 +1,46 @@
+"""Tables and lists for people. Text others wrote is shown, never obeyed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_RIGHT = ("size", "new", "bytes", "stored", "versions")
+
+
+def clean(text: str, *, longest: int | None = None) -> str:
+    """Text on one line, without what a terminal would act on."""
+    shown = "".join(ch if ch.isprintable() else " " for ch in text).strip()
+    return shown if longest is None or len(shown) <= longest else shown[: longest - 1] + "…"
+
+
+def table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """Columns under their names."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table(box=SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
+    for column in columns:
+        is_number = column in _RIGHT
+        shown.add_column(column, justify="right" if is_number else "left", no_wrap=is_number)
+    for row in rows:
+        shown.add_row(*(Text(clean(cell)) for cell in row))
+    console.print(shown)
+
+
+def facts(console: Console, pairs: Iterable[tuple[str, str]]) -> None:
+    """What is known, one a line: a name and its value. Those without a value are left out."""
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = Table.grid(padding=(0, 2))
+    shown.add_column(style="dim", no_wrap=True)
+    shown.add_column()
+    for name, value in pairs:
+        if value:
+            shown.add_row(name, Text(clean(value)))
+    console.print(shown)

@@ -1,0 +1,139 @@
+"""`weightyard token`: whom the service lets in."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Protocol, cast
+
+import typer
+
+from weightyard.cli.session import Session, command
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from rich.console import Console
+
+    from weightyard.names import TokenName
+    from weightyard.records import NewToken, Role, Token
+    from weightyard.yard import Yard
+
+
+class _Keeper(Protocol):
+    """Who keeps tokens: a registry, or a service that has one."""
+
+    def create_token(self, name: TokenName, role: Role, projects: Sequence[str]) -> NewToken: ...
+
+    def tokens(self) -> Sequence[Token]: ...
+
+    def revoke_token(self, name: TokenName) -> Token: ...
+
+
+app = typer.Typer(
+    help="Whom the service lets in: tokens with a role and projects.", no_args_is_help=True
+)
+
+_Name = Annotated[str, typer.Argument(metavar="NAME", help="What the token is for.")]
+
+
+@app.command()
+@command
+def create(
+    session: Session,
+    name: _Name,
+    role: Annotated[str, typer.Option(metavar="read|write|admin", help="What it may do.")] = "read",
+    project: Annotated[
+        list[str] | None,
+        typer.Option(metavar="P", help="Where; may be repeated. Default: every project."),
+    ] = None,
+) -> None:
+    """Make a token. Its secret is shown this once; the yard keeps a hash.
+
+    Examples:
+
+      weightyard token create nightly-ci --role write --project team
+
+      export WEIGHTYARD_TOKEN=$(weightyard token create laptop -q)
+    """
+    from weightyard.names import TokenName
+    from weightyard.records import EVERY_PROJECT, Role
+
+    if role not in tuple(Role):
+        raise typer.BadParameter(f"{role!r}: read, write or admin", param_hint="--role")
+    with session.open() as yard:
+        made = _keeper(yard).create_token(TokenName(name), Role(role), project or [EVERY_PROJECT])
+    session.show(
+        made.model_dump(mode="json"), lambda console: _show_new(console, made, session.quiet)
+    )
+
+
+@app.command()
+@command
+def ls(session: Session) -> None:
+    """List the tokens, without their secrets.
+
+    Example: weightyard token ls
+    """
+    with session.open() as yard:
+        tokens = _keeper(yard).tokens()
+    session.show(
+        {"tokens": [token.model_dump(mode="json") for token in tokens]},
+        lambda console: _show(console, tokens),
+    )
+
+
+@app.command()
+@command
+def revoke(session: Session, name: _Name) -> None:
+    """End a token, for good.
+
+    Example: weightyard token revoke nightly-ci
+    """
+    from weightyard.names import TokenName
+
+    with session.open() as yard:
+        ended = _keeper(yard).revoke_token(TokenName(name))
+    session.show(
+        ended.model_dump(mode="json"),
+        lambda console: console.print(f"Token {ended.name} is revoked", markup=False),
+    )
+
+
+def _keeper(yard: Yard) -> _Keeper:
+    return cast(_Keeper, yard.catalogue)
+
+
+def _show_new(console: Console, made: NewToken, quiet: bool) -> None:
+    if not quiet:
+        console.print(
+            f"Token {made.name}: {made.role} in {_projects(made)}. Keep it: it is not shown again.",
+            markup=False,
+        )
+    console.print(made.secret, markup=False)
+
+
+def _show(console: Console, tokens: Sequence[Token]) -> None:
+    from weightyard.cli.tables import table
+    from weightyard.cli.wording import when
+
+    if not tokens:
+        console.print("No tokens yet: weightyard token create NAME", markup=False)
+        return
+    table(
+        console,
+        ["token", "role", "projects", "created", "last used", "revoked"],
+        [
+            (
+                token.name,
+                token.role,
+                _projects(token),
+                when(token.created),
+                when(token.last_used),
+                when(token.revoked) if token.revoked else "",
+            )
+            for token in tokens
+        ],
+    )
+
+
+def _projects(token: Token) -> str:
+    return "every project" if "*" in token.projects else ", ".join(token.projects)

@@ -1,0 +1,96 @@
+"""HttpUpload: a lease on a service, under which one version is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from urllib.parse import quote
+
+from weightyard.client.connection import Connection
+from weightyard.format.manifest import Manifest
+from weightyard.format.pack import Placement
+from weightyard.names import BlockId, Digest, FilePath, PackId, UploadId
+from weightyard.records import Publication, Version
+from weightyard.transfer.catalogue import ManifestFile
+from weightyard.wire import (
+    MAX_CLAIMED,
+    AddedPack,
+    BlockList,
+    Commit,
+    ManifestBegun,
+    OpenedUpload,
+    PackSteps,
+    Placed,
+    ReceivedFile,
+    entries_of,
+    placements_by_block,
+)
+
+
+class HttpUpload:
+    """A `weightyard.transfer.catalogue.Upload` over HTTP. Every step may be repeated."""
+
+    def __init__(self, connection: Connection, opened: OpenedUpload) -> None:
+        self._connection = connection
+        self._id = UploadId(opened.id)
+        self._path = f"/uploads/{opened.id}"
+
+    @property
+    def id(self) -> UploadId:
+        return self._id
+
+    def claim(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
+        found: dict[BlockId, Sequence[Placement]] = {}
+        for start in range(0, len(blocks), MAX_CLAIMED):
+            wanted = BlockList(blocks=[block.hex for block in blocks[start : start + MAX_CLAIMED]])
+            path = f"{self._path}/claims"
+            answer = self._connection.send("POST", path, Placed, body=wanted, again=True)
+            found |= placements_by_block(answer)
+        return found
+
+    def begin_pack(self, pack: PackId) -> None:
+        self._step(PackSteps(begin=[pack.hex]))
+
+    def add_pack(self, pack: PackId, pack_bytes: int, placements: Sequence[Placement]) -> None:
+        added = AddedPack(pack=pack.hex, bytes=pack_bytes, entries=entries_of(placements))
+        self._step(PackSteps(add=[added]))
+
+    def heartbeat(self) -> None:
+        self._connection.send("POST", f"{self._path}/heartbeat", NoneType, again=True)
+
+    def begin_manifest(self, file: ManifestFile) -> None:
+        body = ManifestBegun(digest=file.digest.hex, stored_bytes=file.stored_bytes)
+        self._connection.send("POST", f"{self._path}/manifest", NoneType, body=body, again=True)
+
+    def commit(
+        self, digest: Digest, manifest: Manifest, publication: Publication, key: str
+    ) -> Version:
+        """The service reads the manifest from the store; it is not sent."""
+        return self._commit(Commit(digest=digest.hex, publication=publication), key)
+
+    def put_file(self, path: FilePath, file: Path) -> ReceivedFile:
+        """Send a file through the service, for those who cannot reach the store."""
+        return self._connection.put_file(
+            f"{self._path}/files/{quote(path.text)}", file, ReceivedFile
+        )
+
+    def commit_files(self, publication: Publication, key: str) -> Version:
+        """Make a version of the files that were sent."""
+        return self._commit(Commit(publication=publication), key)
+
+    def abandon(self) -> None:
+        self._connection.send("DELETE", self._path, NoneType, again=True)
+
+    def _commit(self, body: Commit, key: str) -> Version:
+        return self._connection.send(
+            "POST",
+            f"{self._path}/commit",
+            Version,
+            body=body,
+            headers={"Idempotency-Key": key},
+            again=True,
+        )
+
+    def _step(self, steps: PackSteps) -> None:
+        self._connection.send("POST", f"{self._path}/packs", NoneType, body=steps, again=True)

@@ -1,0 +1,356 @@
+"""Doctor: what works here, what does not, and what to do about it."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from sqlalchemy import select
+
+from weightyard.errors import (
+    FileMissing,
+    NotAllowed,
+    Retryable,
+    SchemaUnknown,
+    YardError,
+)
+from weightyard.records import Record
+from weightyard.registry import binding, migrate, schema
+from weightyard.registry.database import Database, now_ms
+from weightyard.settings import Settings
+from weightyard.storage.local import LocalStore
+from weightyard.storage.opening import open_store
+from weightyard.storage.store import ReadPath, Store
+from weightyard.yard import chosen_url, database_url, is_service
+
+if TYPE_CHECKING:
+    from weightyard.storage.hdfs.condition import Condition
+
+_LIBRARIES = (
+    "weightyard", "hdfs-native", "hdfs", "zstandard", "blake3", "xxhash", "numpy", "safetensors",
+    "sqlalchemy", "alembic", "psycopg", "fastapi", "torch", "pyarrow",
+)  # fmt: skip
+_SKEW_WARN_S, _SKEW_FAIL_S = 5.0, 240.0
+"""Kerberos refuses at five minutes."""
+_LIMIT_S = 10.0
+_LITTLE_ROOM_BYTES = 1 << 30
+
+
+class Finding(Record):
+    """One thing that was looked at."""
+
+    check: str
+    state: Literal["ok", "warn", "fail"]
+    message: str
+    advice: str = ""
+
+
+def examine(
+    url: str | None = None, *, token: str | None = None, settings: Settings | None = None
+) -> Iterator[Finding]:
+    """Look at everything a yard needs, one finding after the other; none of them raises."""
+    settings = settings or Settings()
+    settings = settings.model_copy(update={"deadline_s": min(settings.deadline_s, _LIMIT_S)})
+    yield _ok("versions", _versions())
+    try:
+        chosen = chosen_url(url, settings)
+    except YardError as why:
+        yield _fail("settings", why)
+        return
+    yield _ok("settings", _source(url, settings, chosen))
+    if is_service(chosen):
+        yield from _guarded("service", lambda: _service(str(chosen), token, settings))
+        return
+    try:
+        store = open_store(chosen, settings)
+    except YardError as why:
+        yield _fail("store", why)
+        return
+    with store:
+        silent = False
+        database = _guarded("database", lambda: _database(store, settings))
+        for finding in chain(_store(store, settings), database):
+            silent |= finding.state == "fail" and finding.check in ("hdfs", "database")
+            yield finding
+        if not silent:
+            yield from _guarded("binding", lambda: _binding(store, settings))
+
+
+def _service(url: str, token: str | None, settings: Settings) -> Iterator[Finding]:
+    from weightyard.yard import open_yard
+
+    with open_yard(url, token=token, settings=settings) as yard:
+        yard.catalogue.models(limit=1)
+        yield _ok("service", f"{url} answers, and knows who is asking")
+        yield _ok(
+            "isolation",
+            "what you may see through the service is decided by your token; whoever can read "
+            f"{yard.store.url} reads every project",
+        )
+        yield from _store(yard.store, settings)
+
+
+def _store(store: Store, settings: Settings) -> Iterator[Finding]:
+    if isinstance(store, LocalStore):
+        yield from _guarded("store", lambda: _folder(store))
+    else:
+        yield from _hdfs(store.url, settings)
+
+
+def _folder(store: LocalStore) -> Iterator[Finding]:
+    folder = store.folder
+    if not folder.exists():
+        yield _warn("store", f"{folder} is not there yet", "the first push makes it")
+        return
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield _warn("store", f"{folder} can be read, not written", "fine for pull and load only")
+    else:
+        yield _ok("store", f"{folder} can be read and written")
+    free = shutil.disk_usage(folder).free
+    said = f"{free / 2**30:.1f} GiB are free in {folder}"
+    if free < _LITTLE_ROOM_BYTES:
+        yield _warn("room", said, "make room: `weightyard gc` frees what no version needs")
+    else:
+        yield _ok("room", said)
+    readers = _readers(folder.stat().st_mode & 0o777, "its group") or "only its owner"
+    yield _ok("isolation", f"{readers} can read {folder}, and with it every project")
+
+
+def _hdfs(url: str, settings: Settings) -> Iterator[Finding]:
+    from weightyard.storage.hdfs.condition import Condition
+
+    try:
+        condition = Condition(url, settings)
+    except YardError as why:
+        yield _fail("hadoop configuration", why)
+        return
+    known = condition.settings
+    if known.has_configuration:
+        yield _ok("hadoop configuration", f"HADOOP_CONF_DIR describes {known.authority}")
+    else:
+        yield _warn(
+            "hadoop configuration",
+            "no core-site.xml or hdfs-site.xml was found",
+            "set HADOOP_CONF_DIR, for high availability, Kerberos and the cluster's own ports",
+        )
+    if known.is_kerberos:
+        yield _ok("kerberos", "the cluster uses Kerberos")
+    else:
+        yield _warn(
+            "kerberos",
+            f"the cluster takes your word for being {known.user}",
+            "on a shared cluster, switch Kerberos on: permissions mean little without it",
+        )
+    try:
+        is_there = condition.is_there()
+    except YardError as why:
+        yield _fail("hdfs", why)
+        return
+    yield _ok("hdfs", f"{known.authority} answers by RPC")
+    yield from _guarded("webhdfs", lambda: _webhdfs(condition))
+    if not is_there:
+        yield _warn("store", f"{known.root} is not there yet", "make it: `weightyard init`")
+        return
+    yield from _guarded("permissions", lambda: _packs(condition))
+    yield from _guarded("read path", lambda: _read_paths(url, settings))
+
+
+def _webhdfs(condition: Condition) -> Iterator[Finding]:
+    skew_s = time.time() - condition.clock_s()
+    yield _ok("webhdfs", f"{', '.join(condition.settings.webhdfs)} answers")
+    yield _skew("NameNode", skew_s, resolution_s=1.0)
+
+
+def _packs(condition: Condition) -> Iterator[Finding]:
+    try:
+        packs = condition.packs()
+    except FileMissing:
+        yield _warn("permissions", "there is no packs/ folder yet", "make it: `weightyard init`")
+        return
+    user = condition.settings.user
+    yield _ok(
+        "permissions",
+        f"packs/ belongs to {packs.owner}:{packs.group} with mode {packs.mode:04o}; you are {user}",
+    )
+    if packs.is_encrypted:
+        yield _warn(
+            "encryption",
+            "packs/ is in an encryption zone: DataNodes hold ciphertext, so reads are not direct",
+            "for direct reads keep the yard outside a zone",
+        )
+    elif condition.settings.is_transfer_protected:
+        yield _warn(
+            "encryption",
+            "the cluster protects transfers with SASL, so reads are not direct",
+            "nothing to do; reads go through hdfs-native, slower",
+        )
+    else:
+        yield _ok("encryption", "neither a zone nor protected transfers stand in the way")
+    yield _isolation("packs/", readable_by=_readers(packs.mode, f"the group {packs.group}"))
+
+
+def _read_paths(url: str, settings: Settings) -> Iterator[Finding]:
+    from weightyard.storage.hdfs.store import HdfsStore
+
+    with HdfsStore(url, settings) as store:
+        ways = store.probe()
+    working = [way for way, why_not in ways.items() if why_not is None]
+    said = "; ".join(f"{way}: {why_not or 'works'}" for way, why_not in ways.items())
+    if not working:
+        yield Finding(check="read path", state="fail", message=said, advice="see each reason")
+    elif working[0] == ReadPath.DIRECT:
+        yield _ok("read path", f"reads are direct. {said}")
+    else:
+        yield _warn(
+            "read path",
+            f"reads go by {working[0]}, not directly. {said}",
+            "direct reads need the DataNodes' transfer port and no SASL or encryption zone",
+        )
+
+
+def _database(store: Store, settings: Settings) -> Iterator[Finding]:
+    with _opened(store, settings) as database:
+        if database is None:
+            yield _warn("database", "there is none yet", "the first push makes it")
+            return
+        shown = database.url.render_as_string(hide_password=True)
+        began = time.time()
+        there_ms = database.read(lambda tx: tx.scalar(select(now_ms())))
+        took_s = time.time() - began
+        yield _ok("database", f"{shown} answers in {took_s * 1000:.0f} ms")
+        if database.is_sqlite and store.replicates:
+            yield _warn(
+                "database",
+                "an SQLite file of this host holds the catalogue of a shared store",
+                "for several hosts, set WEIGHTYARD_DB=postgresql://… or use a service",
+            )
+        yield _skew("database", began + took_s / 2 - (there_ms or 0) / 1000, resolution_s=0.1)
+        yield _schema(database)
+
+
+def _schema(database: Database) -> Finding:
+    migrate.require_known(database)
+    found, newest = migrate.current(database), migrate.newest()
+    if found == newest:
+        return _ok("schema", f"{newest}, as this weightyard needs it")
+    said = f"{found or 'none'}; this weightyard needs {newest}"
+    if database.is_sqlite:
+        return _warn("schema", said, "the next command that opens the yard upgrades it")
+    return Finding(check="schema", state="fail", message=said, advice="`weightyard db upgrade`")
+
+
+def _binding(store: Store, settings: Settings) -> Iterator[Finding]:
+    with _opened(store, settings) as database:
+        if database is None or migrate.current(database) != migrate.newest():
+            return
+        mine = database.read(lambda tx: tx.execute(select(schema.registry)).one())
+        if binding.read_yard_file(store) is None and mine.yard_id is None:
+            yield _warn("binding", "store and database are both new", "the first push binds them")
+            return
+        bound = binding.bind(database, store)
+        said = f"registry {bound.registry_id} and yard {bound.yard_id} belong together"
+        yield _ok("binding", said)
+
+
+@contextmanager
+def _opened(store: Store, settings: Settings) -> Iterator[Database | None]:
+    """The database, unless it is an SQLite file that is not there: looking must not make it."""
+    database = Database(database_url(store, settings))
+    is_new = database.is_sqlite and not Path(str(database.url.database)).exists()
+    try:
+        yield None if is_new else database
+    finally:
+        database.close()
+
+
+def _guarded(check: str, looks: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
+    """Findings of one kind; an error is a finding too, and ends them."""
+    try:
+        yield from looks()
+    except YardError as why:
+        yield _fail(check, why)
+
+
+def _versions() -> str:
+    found = [f"Python {platform.python_version()} on {sys.platform}"]
+    for name in _LIBRARIES:
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"no {name}")
+    return ", ".join(found)
+
+
+def _source(url: str | None, settings: Settings, chosen: str | None) -> str:
+    if url is not None:
+        return f"{chosen}, as the command line says"
+    if settings.url is not None:
+        return f"{chosen}, by WEIGHTYARD_URL"
+    if settings.store is not None:
+        return f"{chosen}, by WEIGHTYARD_STORE"
+    return f"the embedded default in {settings.home}"
+
+
+def _skew(what: str, skew_s: float, *, resolution_s: float) -> Finding:
+    off_s = max(0.0, abs(skew_s) - resolution_s)
+    if off_s < _SKEW_WARN_S:
+        return _ok(
+            "clock", f"this host and the {what} agree to {max(abs(skew_s), resolution_s):.1f} s"
+        )
+    said = f"this host is {abs(skew_s):.0f} s {'ahead of' if skew_s > 0 else 'behind'} the {what}"
+    advice = "synchronise the clocks (NTP): leases, tokens and Kerberos go by them"
+    state: Literal["warn", "fail"] = "fail" if off_s > _SKEW_FAIL_S else "warn"
+    return Finding(check="clock", state=state, message=said, advice=advice)
+
+
+def _readers(mode: int, group: str) -> str | None:
+    if mode & 0o004:
+        return "everyone"
+    return group if mode & 0o040 else None
+
+
+def _isolation(what: str, *, readable_by: str | None) -> Finding:
+    if readable_by is None:
+        return _ok("isolation", f"only the owner reads {what}; others go through the service")
+    said = f"{readable_by} can read {what}, and with it the weights of every project"
+    if readable_by == "everyone":
+        return _warn(
+            "isolation",
+            said,
+            "tokens isolate projects only for those who read through the service: "
+            "`weightyard init --mode 0750 --group READERS`, or 0700",
+        )
+    return _ok("isolation", said)
+
+
+def _ok(check: str, message: str) -> Finding:
+    return Finding(check=check, state="ok", message=message)
+
+
+def _warn(check: str, message: str, advice: str) -> Finding:
+    return Finding(check=check, state="warn", message=message, advice=advice)
+
+
+def _fail(check: str, why: YardError) -> Finding:
+    return Finding(check=check, state="fail", message=str(why), advice=_advice(why))
+
+
+def _advice(why: YardError) -> str:
+    match why:
+        case NotAllowed():
+            return "ask for access, or log in (kinit, WEIGHTYARD_TOKEN)"
+        case SchemaUnknown():
+            return "`weightyard db upgrade`, or a newer weightyard"
+        case Retryable():
+            return "is it running, is the address right, is a firewall in between?"
+        case _:
+            return "the message says what does not fit"

@@ -1,0 +1,62 @@
+"""Alone: one process at a time does what need not be done twice at once.
+
+Convenience, not safety: whoever loses the lock without noticing meets the row locks of the other.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from sqlalchemy import exc, func, select
+
+from weightyard.errors import Conflict
+from weightyard.registry.database import Database
+
+_LOCKS = {"gc": 0x77792D67632D2D31}
+
+
+@contextmanager
+def only_one(database: Database, what: str) -> Iterator[None]:
+    """Hold the lock for `what` on this database; a process that dies gives it up.
+
+    Raises Conflict at once if another one holds it.
+    """
+    with _sqlite(database, what) if database.is_sqlite else _postgresql(database, what):
+        yield
+
+
+@contextmanager
+def _postgresql(database: Database, what: str) -> Iterator[None]:
+    with database.engine.connect() as connection:
+        connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+        if not connection.scalar(select(func.pg_try_advisory_lock(_LOCKS[what]))):
+            raise Conflict(_running(what))
+        try:
+            yield
+        finally:
+            with suppress(exc.DBAPIError):  # a connection that was cut has given it up already
+                connection.execute(select(func.pg_advisory_unlock(_LOCKS[what])))
+
+
+@contextmanager
+def _sqlite(database: Database, what: str) -> Iterator[None]:
+    beside = database.url.database
+    if not beside or beside == ":memory:":  # nobody else can open it
+        yield
+        return
+    file = os.open(f"{beside}.{what}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise Conflict(_running(what)) from None
+        yield
+    finally:
+        os.close(file)
+
+
+def _running(what: str) -> str:
+    return f"{what} is running already on this database: wait until it is done"

@@ -1,0 +1,331 @@
+"""Check: the catalogue held against the store. Changes nothing in the store.
+
+What the catalogue says must be there is looked for; what is there must have a row. Findings are
+confirmed before they count, since writers and gc go on meanwhile: a file that was listed is looked
+at again, and a row is marked damaged only if it is still in use.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from sqlalchemy import Connection, Row, Table, func, select, update
+
+from weightyard.errors import FileMissing
+from weightyard.format.pack import Placement, read_entry
+from weightyard.logs import Log
+from weightyard.names import Digest, ModelName, PackId
+from weightyard.records import CheckReport, Finding
+from weightyard.registry import damage, history, schema
+from weightyard.registry.database import Database
+from weightyard.registry.examine import Examined, examine_manifest, examine_pack
+from weightyard.registry.rows import batches
+from weightyard.registry.schema import FileState
+from weightyard.storage import layout
+from weightyard.storage.store import FileStat, Store, StorePath
+from weightyard.transfer.together import run_together
+
+_log = Log(__name__)
+
+MAX_FINDINGS = 10_000
+"""Listed in a report; more are counted."""
+
+_THREADS = 8
+_PREFIXES = tuple(f"{first:02x}" for first in range(256))
+_MODELS_PAGE = 500
+_AT_ONCE = 20_000
+"""Files and rows of one kind in memory, about."""
+
+_PUSH_AGAIN = "push the same content again, or put the file back; then check again"
+_HEAL = "run `weightyard check --heal`"
+_BRING_BACK = "bring its DataNodes back, then check again"
+_HDFS_COPIES = "HDFS copies it by itself when enough DataNodes are up; check again later"
+_NOT_OURS = "gc leaves it alone; remove it by hand if nobody needs it"
+_OLD = "is the database an old copy? `weightyard rebuild` makes a new one from the store"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Packs or manifests: where they lie, and how one is examined."""
+
+    table: Table
+    folder: StorePath
+    path: Callable[[str], StorePath]
+    in_use: tuple[FileState, ...]
+    """Rows in these states must have their file, whole."""
+    examine: Callable[[Database, Store, Row[Any]], Examined]
+    touched: Callable[[Connection, int], tuple[str, ...]]
+
+
+def placements_in(tx: Connection, pack_row: int, pack: PackId) -> list[Placement]:
+    """What the registry knows to lie in a pack, in the order in which it lies there."""
+    p = schema.placements
+    entries = select(p.c.encoding).where(p.c.pack_id == pack_row).order_by(p.c.offset)
+    return [read_entry(entry, pack) for entry in tx.scalars(entries)]
+
+
+def _examine_pack(database: Database, store: Store, row: Row[Any]) -> Examined:
+    pack = PackId(row.name)
+    return examine_pack(store, pack, database.read(lambda tx: placements_in(tx, row.id, pack)))
+
+
+PACKS = Kind(
+    schema.packs,
+    layout.PACKS,
+    lambda name: layout.pack(PackId(name)),
+    (FileState.LIVE, FileState.CONDEMNED, FileState.DAMAGED),
+    _examine_pack,
+    damage.touched_by_pack,
+)
+MANIFESTS = Kind(
+    schema.manifests,
+    layout.MANIFESTS,
+    lambda name: layout.manifest(Digest(name)),
+    (FileState.LIVE, FileState.DAMAGED),  # of a condemned one the file may be gone before the row
+    lambda database, store, row: examine_manifest(store, Digest(row.name)),
+    damage.touched_by_manifest,
+)
+
+
+def bytes_to_check(database: Database) -> int:
+    """Of all packs and manifests in use: what `progress` adds up to."""
+    return sum(database.read(partial(_in_use_bytes, kind=kind)) for kind in (PACKS, MANIFESTS))
+
+
+def _in_use_bytes(tx: Connection, kind: Kind) -> int:
+    in_use = kind.table.c.state.in_(kind.in_use)
+    return int(tx.scalar(select(func.sum(kind.table.c.bytes)).where(in_use)) or 0)
+
+
+def check(
+    database: Database,
+    store: Store,
+    *,
+    read_data: bool = False,
+    who: str = "",
+    progress: Callable[[int], None] = lambda done_bytes: None,
+) -> CheckReport:
+    """Compare catalogue and store; `read_data`: every byte of every replica too.
+
+    Packs and manifests found bad are marked damaged, those found whole again are not any more,
+    and versions accordingly. Raises StoreUnavailable if the store as a whole does not answer:
+    then nothing is known.
+    """
+    checking = _Checking(database, store, read_data, who, progress)
+    checking.check_files(PACKS)
+    checking.check_files(MANIFESTS)
+    checking.check_records()
+    return checking.finish()
+
+
+class _Checking:
+    """One run. Files are looked at in parallel, so what it notes is kept under a lock."""
+
+    def __init__(
+        self,
+        database: Database,
+        store: Store,
+        read_data: bool,
+        who: str,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._database = database
+        self._progress = progress
+        self._store = store
+        self._read_data = read_data
+        self._who = who
+        self._lock = threading.Lock()
+        self._counts = {"packs": 0, "manifests": 0, "stored_bytes": 0, "read_bytes": 0}
+        self._replicas_named = True
+        self._findings: list[Finding] = []
+        self._more_findings = 0
+
+    def check_files(self, kind: Kind) -> None:
+        """Packs or manifests, as many folders at a time as fit into memory."""
+        count = select(func.count()).select_from(kind.table)
+        rows = self._database.read(lambda tx: tx.scalar(count)) or 0
+        if rows <= _AT_ONCE:
+            self._check_folders(kind, _PREFIXES, [kind.folder])
+            return
+        together = max(1, len(_PREFIXES) * _AT_ONCE // rows)
+        for prefixes in batches(_PREFIXES, together):
+            folders = [StorePath(f"{kind.folder}/{prefix}") for prefix in prefixes]
+            self._check_folders(kind, prefixes, folders)
+        for file in self._store.list(kind.folder):  # files beside those folders
+            if file.path.text.split("/")[1] not in _PREFIXES:
+                self._report_unknown(file.path)
+
+    def _check_folders(
+        self, kind: Kind, prefixes: Sequence[str], folders: Sequence[StorePath]
+    ) -> None:
+        """The files in folders against the rows whose names begin so."""
+        # Listed first: a file's row is there before the file is.
+        files = {file.path: file for folder in folders for file in self._store.list(folder)}
+        names = (prefixes[0], f"{prefixes[-1]}g")
+        rows = self._database.read(partial(_rows, table=kind.table, names=names))
+        for path in files.keys() - {kind.path(row.name) for row in rows}:
+            self._report_unknown(path)
+        in_use = [row for row in rows if row.state in kind.in_use]
+        looks = [partial(self._check_file, kind, row, files) for row in in_use]
+        run_together(_THREADS, "weightyard-check", looks)
+        self._count(**{kind.table.name: len(in_use)})
+
+    def check_records(self) -> None:
+        """Every version has its record, and the store tells of none the registry does not know."""
+        for path in history.unknown_to(self._database, self._store):
+            self._add("unknown-record", path, "tells of what this registry never did", _OLD)
+        for model, numbers in _versions(self._database):
+            folder = StorePath(f"{layout.MODELS}/{model.project}/{model.name}")
+            there = {file.path for file in self._store.list(folder)}
+            for number in numbers:
+                path = layout.record(model, number)
+                if path not in there and not self._is_waiting(path):
+                    what = "is gone: without it `rebuild` loses the version"
+                    self._add("record-missing", path, what, _HEAL, [f"{model}@v{number}"])
+
+    def finish(self) -> CheckReport:
+        self._database.write(damage.mark_versions)
+        return CheckReport(
+            packs=self._counts["packs"],
+            manifests=self._counts["manifests"],
+            stored_bytes=self._counts["stored_bytes"],
+            read_bytes=self._counts["read_bytes"],
+            replicas_named=self._replicas_named,
+            findings=tuple(sorted(self._findings, key=lambda one: (one.subject, one.code))),
+            more_findings=self._more_findings,
+            damaged_versions=self._database.read(damage.damaged_versions),
+        )
+
+    def _check_file(self, kind: Kind, row: Row[Any], files: Mapping[StorePath, FileStat]) -> None:
+        path = kind.path(row.name)
+        try:
+            file = files.get(path) or self._store.stat(path)
+            self._count(stored_bytes=file.length)
+            is_doubtful = row.state == FileState.DAMAGED or file.length != row.bytes
+            if self._read_data or is_doubtful:
+                self._examine(kind, row, file)
+            if self._store.replicates:
+                self._check_replicas(kind, row, file)
+        except FileMissing:
+            self._report_damage(kind, row, "missing", "is not in the store")
+        self._progress(row.bytes or 0)
+
+    def _examine(self, kind: Kind, row: Row[Any], file: FileStat) -> None:
+        """Read all of a file's replicas, and say what that means for the row."""
+        # A manifest may have been compressed anew, to another length; its digest tells.
+        is_short = kind is PACKS and file.length != row.bytes
+        found = kind.examine(self._database, self._store, row)
+        self._count(read_bytes=found.read_bytes)
+        if any(copy.replica is None for copy in found.copies):
+            self._replicas_named = False
+        for copy in found.copies:
+            if not copy.is_reachable:
+                self._report(kind, row, "unreachable", f"{copy.name}: {copy.flaw}", _BRING_BACK)
+        if (found.bad or is_short) and found.is_complete:
+            flaws = [f"has {file.length} bytes, not {row.bytes}"] if is_short else []
+            flaws += [copy.flaw for copy in found.copies if copy.flaw is not None]
+            self._report_damage(kind, row, "short" if is_short else "damaged", flaws[0])
+            return
+        for copy in found.copies:
+            if copy.is_reachable and copy.flaw is not None:
+                self._report(kind, row, "replica-damaged", f"{copy.name}: {copy.flaw}", _HEAL)
+        if found.is_whole:
+            self._database.write(
+                partial(_say_whole, kind=kind, row=row, length=file.length, who=self._who)
+            )
+
+    def _check_replicas(self, kind: Kind, row: Row[Any], file: FileStat) -> None:
+        wanted = row.replication or file.replication
+        if file.replication < wanted:
+            what = f"asks HDFS for {file.replication} replicas, its versions for {wanted}"
+            self._report(kind, row, "replication-low", what, _HEAL)
+        spans = self._store.locate(file.path).spans
+        found = min((len(span.replicas) for span in spans), default=wanted)
+        if found == 0:
+            self._report(kind, row, "unreachable", "no DataNode has it now", _BRING_BACK)
+        elif found < wanted:
+            what = f"is on {found} DataNodes, not {wanted}"
+            self._report(kind, row, "under-replicated", what, _HDFS_COPIES)
+
+    def _report_damage(self, kind: Kind, row: Row[Any], code: str, what: str) -> None:
+        mark = partial(damage.mark, table=kind.table, row_id=row.id, who=self._who, why=what)
+        if self._database.write(mark) or row.state == FileState.DAMAGED:
+            self._report(kind, row, code, what, _PUSH_AGAIN)
+
+    def _report_unknown(self, path: StorePath) -> None:
+        try:
+            self._store.stat(path)
+        except FileMissing:  # gc removed file and row since they were listed
+            return
+        self._add("unknown-file", path, "has no row in this registry", _NOT_OURS)
+
+    def _report(self, kind: Kind, row: Row[Any], code: str, what: str, advice: str) -> None:
+        touched = self._database.read(lambda tx: kind.touched(tx, row.id))
+        self._add(code, kind.path(row.name), what, advice, touched)
+
+    def _add(
+        self, code: str, path: StorePath, what: str, advice: str, versions: Sequence[str] = ()
+    ) -> None:
+        finding = Finding(
+            code=code, subject=path.text, detail=what, advice=advice, versions=tuple(versions)
+        )
+        _log.warning("check.found", code=code, subject=path, detail=what)
+        with self._lock:
+            if len(self._findings) < MAX_FINDINGS:
+                self._findings.append(finding)
+            else:
+                self._more_findings += 1
+
+    def _is_waiting(self, path: StorePath) -> bool:
+        """Whether a record is still in the outbox, or came out of it just now."""
+        waiting = select(schema.outbox.c.id).where(schema.outbox.c.path == path.text)
+        if self._database.read(lambda tx: tx.scalar(waiting)) is not None:
+            return True
+        try:
+            self._store.stat(path)
+        except FileMissing:
+            return False
+        return True
+
+    def _count(self, **more: int) -> None:
+        with self._lock:
+            for name, amount in more.items():
+                self._counts[name] += amount
+
+
+def _rows(tx: Connection, table: Table, names: tuple[str, str]) -> Sequence[Row[Any]]:
+    first, end = names
+    return tx.execute(select(table).where(table.c.name >= first, table.c.name < end)).all()
+
+
+def _say_whole(tx: Connection, kind: Kind, row: Row[Any], length: int, who: str) -> None:
+    damage.unmark(tx, kind.table, row.id, who)
+    if length != row.bytes:
+        tx.execute(update(kind.table).where(kind.table.c.id == row.id).values(bytes=length))
+
+
+def _versions(database: Database) -> Iterator[tuple[ModelName, Sequence[int]]]:
+    """The numbers of every model's versions, one model's in memory at a time."""
+    last = 0
+    while page := database.read(partial(_models_after, last=last)):
+        for row in page:
+            numbers = database.read(partial(_numbers, model_row=row.id))
+            yield ModelName(row.project, row.name), numbers
+        last = page[-1].id
+
+
+def _models_after(tx: Connection, last: int) -> Sequence[Row[Any, Any, Any]]:
+    m = schema.models
+    wanted = select(m.c.id, m.c.project, m.c.name).where(m.c.id > last)
+    return tx.execute(wanted.order_by(m.c.id).limit(_MODELS_PAGE)).all()
+
+
+def _numbers(tx: Connection, model_row: int) -> Sequence[int]:
+    v = schema.versions
+    return tx.scalars(
+        select(v.c.number).where(v.c.model_id == model_row, v.c.removed_ms.is_(None))
+    ).all()

@@ -1,0 +1,174 @@
+"""Cost: what a version takes, what it shares, and what removing it would give back. All in SQL."""
+
+from __future__ import annotations
+
+from sqlalchemy import (
+    CTE,
+    ColumnElement,
+    Connection,
+    Select,
+    and_,
+    exists,
+    func,
+    or_,
+    select,
+    union,
+)
+
+from weightyard.names import Ref
+from weightyard.records import Cost
+from weightyard.registry import schema, versions
+from weightyard.registry.schema import FileState
+
+_v, _m, _b, _p, _packs = (
+    schema.versions,
+    schema.models,
+    schema.blocks,
+    schema.placements,
+    schema.packs,
+)
+_lb, _vl = schema.list_blocks, schema.version_lists
+
+SHOWN = 20
+"""With how many versions what is shared is told."""
+
+
+def cost(tx: Connection, ref: Ref, *, copies: int = 1, shown: int = SHOWN) -> Cost:
+    """What a version costs; `copies` is how often the store keeps a pack nobody asked more for.
+
+    Of a block that lies in several places the one a reader takes counts: standalone before delta,
+    then the shortest. Raises NoSuchThing.
+    """
+    row = versions.find(tx, ref)
+    mine = _blocks_of(row.id)
+    best = _best(select(mine.c.block_id))
+    bases = _best(_missing_bases(mine, best), standalone=True)
+    stored, replicated, packs = tx.execute(
+        select(
+            func.coalesce(func.sum(best.c.stored_bytes), 0),
+            func.coalesce(
+                func.sum(best.c.stored_bytes * func.coalesce(_packs.c.replication, copies)), 0
+            ),
+            func.count(best.c.pack_id.distinct()),
+        ).join_from(best, _packs, _packs.c.id == best.c.pack_id)
+    ).one()
+    return Cost(
+        ref=f"{row.project}/{row.name}@v{row.number}",
+        logical_bytes=row.logical_bytes,
+        unique_bytes=_sum(
+            tx,
+            select(func.sum(_b.c.raw_bytes)).where(
+                _b.c.id.in_(select(mine.c.block_id)), ~_others_need(_b.c.id, row.id)
+            ),
+        ),
+        stored_bytes=int(stored),
+        unique_stored_bytes=_freed(tx, row.id),
+        replicated_bytes=int(replicated),
+        packs=packs,
+        cold_load_bytes=int(stored) + _sum(tx, select(func.sum(bases.c.stored_bytes))),
+        shared_with=_shared_with(tx, row.id, mine, shown) if shown else {},
+    )
+
+
+def freed_by_removing(tx: Connection, ref: Ref) -> int:
+    """Stored bytes of blocks nobody else needs: what removing the version frees, in time."""
+    return _freed(tx, versions.find(tx, ref).id)
+
+
+def _freed(tx: Connection, version_row: int) -> int:
+    """Its own blocks and the bases its deltas need, as far as nobody else needs them."""
+    mine = _blocks_of(version_row)
+    bases = select(_p.c.base_id).where(
+        _p.c.block_id.in_(select(mine.c.block_id)), _p.c.base_id.is_not(None)
+    )
+    all_mine = union(select(mine.c.block_id), bases).subquery()
+    alone = select(_b.c.id).where(
+        _b.c.id.in_(select(all_mine.c.block_id)), ~_others_need(_b.c.id, version_row)
+    )
+    return _sum(tx, select(func.sum(_best(alone).c.stored_bytes)))
+
+
+def _blocks_of(version_row: int) -> CTE:
+    return (
+        select(_lb.c.block_id)
+        .join(_vl, _vl.c.list_id == _lb.c.list_id)
+        .where(_vl.c.version_id == version_row)
+        .distinct()
+        .cte("mine")
+    )
+
+
+def _best(blocks: Select[tuple[int]], *, standalone: bool = False) -> CTE:
+    """For each block the placement a reader takes."""
+    readable = _packs.c.state.in_((FileState.LIVE, FileState.CONDEMNED))
+    order = (_p.c.base_id.is_not(None), _p.c.stored_bytes, _p.c.pack_id, _p.c.offset)
+    ranked = (
+        select(
+            _p.c.block_id,
+            _p.c.base_id,
+            _p.c.pack_id,
+            _p.c.stored_bytes,
+            func.row_number().over(partition_by=_p.c.block_id, order_by=order).label("rank"),
+        )
+        .join(_packs, _packs.c.id == _p.c.pack_id)
+        .where(readable, _p.c.block_id.in_(blocks))
+    )
+    if standalone:
+        ranked = ranked.where(_p.c.base_id.is_(None))
+    inner = ranked.subquery()
+    return select(inner).where(inner.c.rank == 1).cte()
+
+
+def _missing_bases(mine: CTE, best: CTE) -> Select[tuple[int]]:
+    """Bases that must be fetched although they are no blocks of the version."""
+    return (
+        select(best.c.base_id)
+        .where(best.c.base_id.is_not(None), best.c.base_id.not_in(select(mine.c.block_id)))
+        .distinct()
+    )
+
+
+def _others_need(block: ColumnElement[int], version_row: int) -> ColumnElement[bool]:
+    delta = _p.alias("delta")
+    on_top = exists().where(delta.c.base_id == block, _in_others(delta.c.block_id, version_row))
+    return or_(_in_others(block, version_row), on_top)
+
+
+def _in_others(block: ColumnElement[int], version_row: int) -> ColumnElement[bool]:
+    lists, edge, other = _lb.alias("lists_of"), _vl.alias("edge_of"), _v.alias("other")
+    return exists().where(
+        lists.c.block_id == block,
+        edge.c.list_id == lists.c.list_id,
+        other.c.id == edge.c.version_id,
+        other.c.id != version_row,
+        other.c.removed_ms.is_(None),
+    )
+
+
+def _shared_with(tx: Connection, version_row: int, mine: CTE, shown: int) -> dict[str, int]:
+    common = (
+        select(_vl.c.version_id, _lb.c.block_id)
+        .join(_vl, _vl.c.list_id == _lb.c.list_id)
+        .where(_lb.c.block_id.in_(select(mine.c.block_id)), _vl.c.version_id != version_row)
+        .distinct()
+        .subquery()
+    )
+    shared_bytes = func.sum(_b.c.raw_bytes).label("shared_bytes")
+    totals = (
+        select(common.c.version_id, shared_bytes)
+        .join(_b, _b.c.id == common.c.block_id)
+        .group_by(common.c.version_id)
+        .subquery()
+    )
+    rows = tx.execute(
+        select(_m.c.project, _m.c.name, _v.c.number, totals.c.shared_bytes)
+        .join(_v, and_(_v.c.model_id == _m.c.id, _v.c.removed_ms.is_(None)))
+        .join(totals, totals.c.version_id == _v.c.id)
+        .order_by(totals.c.shared_bytes.desc(), _v.c.id.desc())
+        .limit(shown)
+    )
+    return {f"{project}/{name}@v{number}": int(size) for project, name, number, size in rows}
+
+
+def _sum(tx: Connection, statement: Select[tuple[int]]) -> int:
+    return int(tx.scalar(statement) or 0)

@@ -1,0 +1,39 @@
+"""Events: what happened, in the order in which it became visible."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from sqlalchemy import Connection, func, or_, select
+
+from weightyard.records import Event
+from weightyard.registry import schema
+from weightyard.registry.rows import moment
+
+_e = schema.events
+
+
+def newest(tx: Connection) -> int:
+    """The id of the last event; 0 if there is none yet."""
+    return int(tx.scalar(select(func.max(_e.c.id))) or 0)
+
+
+def after(
+    tx: Connection, last: int, *, projects: Sequence[str] | None = None, limit: int = 1000
+) -> list[Event]:
+    """Events after one, the oldest first, those of these projects."""
+    wanted = select(_e).where(_e.c.id > last).order_by(_e.c.id).limit(limit)
+    if projects is not None:
+        wanted = wanted.where(
+            or_(*(_e.c.subject.startswith(f"{name}/", autoescape=True) for name in projects))
+        )
+    return [
+        Event(
+            id=row.id,
+            at=moment(row.at_ms),
+            kind=row.kind,
+            subject=row.subject,
+            detail=row.detail,
+        )
+        for row in tx.execute(wanted)
+    ]

@@ -1,0 +1,119 @@
+"""History: what a store tells of versions and changes by itself, in records and journal."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any, TypeVar
+
+import msgspec
+from sqlalchemy import func, select
+
+from weightyard.errors import InvalidName, ManifestInvalid, UnknownFormat
+from weightyard.names import ModelName
+from weightyard.registry import schema
+from weightyard.registry.database import Database
+from weightyard.registry.outbox import RECORD_FORMAT
+from weightyard.storage import layout
+from weightyard.storage.store import Store, StorePath
+from weightyard.transfer.once import read_whole
+
+MAX_RECORD_BYTES = 64 << 20
+
+_RECORD = re.compile(r"models/([^/]+)/([^/]+)/v([1-9][0-9]{0,8})\.json", re.ASCII)
+_JOURNAL = re.compile(r"journal/([0-9]{12,19})\.json", re.ASCII)
+
+
+class RecordFile(msgspec.Struct, frozen=True):
+    """`models/<project>/<name>/v<number>.json`: a version as it was published."""
+
+    format: int
+    version: dict[str, Any]
+
+
+class JournalEntry(msgspec.Struct, frozen=True):
+    """`journal/<sequence>.json`: a change that no record tells."""
+
+    format: int
+    sequence: int
+    at_ms: int
+    what: str
+    subject: str
+    who: str
+    detail: dict[str, Any]
+
+
+_T = TypeVar("_T", RecordFile, JournalEntry)
+
+
+def read_record(store: Store, path: StorePath) -> RecordFile:
+    """Raises FileMissing, ManifestInvalid, UnknownFormat."""
+    return _read(store, path, RecordFile)
+
+
+def read_entry(store: Store, path: StorePath) -> JournalEntry:
+    """Raises FileMissing, ManifestInvalid, UnknownFormat."""
+    return _read(store, path, JournalEntry)
+
+
+def record_of(path: StorePath) -> tuple[ModelName, int] | None:
+    """Which version a record is of, by its path."""
+    found = _RECORD.fullmatch(path.text)
+    if found is None:
+        return None
+    try:
+        return ModelName(found[1], found[2]), int(found[3])
+    except InvalidName:
+        return None
+
+
+def sequence_of(path: StorePath) -> int | None:
+    """The number of a journal entry, by its path."""
+    found = _JOURNAL.fullmatch(path.text)
+    return None if found is None else int(found[1])
+
+
+def unknown_to(database: Database, store: Store) -> Iterator[StorePath]:
+    """Records and journal entries that a database cannot have caused.
+
+    There are none, unless the database is older than the store, or not its own: what it holds
+    to be unused may then be in use.
+    """
+    numbers: dict[ModelName, int] = {}
+    for file in store.list(layout.MODELS):
+        version = record_of(file.path)
+        if version is None:
+            continue
+        model, number = version
+        # Asked again where it seems too low: versions are published meanwhile.
+        if number > numbers.get(model, 0):
+            numbers[model] = _last_number(database, model)
+        if number > numbers[model]:
+            yield file.path
+    known = -1
+    for file in store.list(layout.JOURNAL):
+        sequence = sequence_of(file.path)
+        if sequence is not None and sequence > known:
+            known = _last_sequence(database)
+            if sequence > known:
+                yield file.path
+
+
+def _last_number(database: Database, model: ModelName) -> int:
+    m = schema.models
+    wanted = select(m.c.last_number).where(m.c.project == model.project, m.c.name == model.name)
+    return database.read(lambda tx: tx.scalar(wanted)) or 0
+
+
+def _last_sequence(database: Database) -> int:
+    return database.read(lambda tx: tx.scalar(select(func.max(schema.journal.c.id)))) or 0
+
+
+def _read(store: Store, path: StorePath, kind: type[_T]) -> _T:
+    try:
+        found = msgspec.json.decode(read_whole(store, path, MAX_RECORD_BYTES), type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
+        raise ManifestInvalid(f"{path}: {str(why)[:200]}") from None
+    if found.format > RECORD_FORMAT:
+        raise UnknownFormat(path.text, found.format, RECORD_FORMAT)
+    return found

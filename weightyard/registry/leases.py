@@ -1,0 +1,85 @@
+"""Read leases: a reader that goes on for long says so, and gc leaves its version alone.
+
+A lease counts until gc has found it expired and removed it; then it cannot be renewed any more.
+"""
+
+from __future__ import annotations
+
+from sqlalchemy import Connection, delete, insert, select, update
+
+from weightyard.errors import NoSuchThing, Refused
+from weightyard.names import Ref
+from weightyard.records import ReadLease
+from weightyard.registry import schema, versions
+from weightyard.registry.database import now_ms
+from weightyard.registry.rows import clock, moment
+
+MAX_S = 30 * 24 * 3600.0
+_MAX_HOLDER = 200
+
+_leases = schema.read_leases
+
+
+def take(tx: Connection, ref: Ref, holder: str, seconds: float) -> ReadLease:
+    """Hold a version's bytes for a while, whatever happens to the version. Raises NoSuchThing."""
+    if not holder or len(holder) > _MAX_HOLDER:
+        raise Refused(f"a lease names its holder in 1 to {_MAX_HOLDER} characters")
+    row = versions.find(tx, ref)
+    v = schema.versions
+    # One statement notes the use and locks the row: a lock shared first would have to grow.
+    there = update(v).where(v.c.id == row.id, v.c.removed_ms.is_(None)).values(used_ms=now_ms())
+    if not tx.execute(there).rowcount:
+        raise NoSuchThing(f"no version {ref}: it was just removed")
+    until_ms = clock(tx) + _millis(seconds)
+    lease_id = tx.execute(
+        insert(_leases)
+        .values(version_id=row.id, holder=holder, until_ms=until_ms)
+        .returning(_leases.c.id)
+    ).scalar_one()
+    return ReadLease(
+        id=lease_id,
+        ref=f"{row.project}/{row.name}@v{row.number}",
+        holder=holder,
+        until=moment(until_ms),
+    )
+
+
+def renew(tx: Connection, lease_id: int, seconds: float) -> ReadLease:
+    """Hold on for longer, from now. Raises NoSuchThing if the lease was given up or has ended."""
+    until_ms = clock(tx) + _millis(seconds)
+    row = tx.execute(
+        update(_leases)
+        .where(_leases.c.id == lease_id)
+        .values(until_ms=until_ms)
+        .returning(_leases.c.version_id, _leases.c.holder)
+    ).one_or_none()
+    if row is None:
+        raise NoSuchThing(f"read lease {lease_id} has ended: resolve the version again")
+    v, m = schema.versions, schema.models
+    project, name, number = tx.execute(
+        select(m.c.project, m.c.name, v.c.number)
+        .join(v, v.c.model_id == m.c.id)
+        .where(v.c.id == row.version_id)
+    ).one()
+    return ReadLease(
+        id=lease_id,
+        ref=f"{project}/{name}@v{number}",
+        holder=row.holder,
+        until=moment(until_ms),
+    )
+
+
+def release(tx: Connection, lease_id: int) -> None:
+    """Give a lease up. One that is not there is no error."""
+    tx.execute(delete(_leases).where(_leases.c.id == lease_id))
+
+
+def drop_expired(tx: Connection) -> int:
+    """Remove leases that ended. A renewal in another transaction is waited for, and counts."""
+    return tx.execute(delete(_leases).where(_leases.c.until_ms <= now_ms())).rowcount
+
+
+def _millis(seconds: float) -> int:
+    if not 0 < seconds <= MAX_S:
+        raise Refused(f"a lease lasts up to {MAX_S:.0f} s, not {seconds}")
+    return int(seconds * 1000)

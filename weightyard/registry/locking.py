@@ -1,0 +1,84 @@
+"""Locking: changing many rows a range at a time, each looked at again under its lock.
+
+PostgreSQL reads what was committed when a statement began, but grants a lock by what is committed
+when it is granted: only a statement begun after the lock sees a pin that came between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, Table, and_, select, update
+
+from weightyard.registry.database import Database, is_one_of, now_ms
+from weightyard.registry.rows import batches
+from weightyard.registry.schema import FileState
+
+_RANGE = 5000
+"""Rows looked at in one question."""
+
+_BATCH = 500
+"""Rows changed in one transaction."""
+
+
+def is_older(table: Table, grace_ms: int) -> ColumnElement[bool]:
+    """Whether a row has been in its state for the grace time."""
+    return table.c.state_ms <= now_ms() - grace_ms
+
+
+def found(
+    database: Database,
+    table: Table,
+    where: ColumnElement[bool],
+    *,
+    among: ColumnElement[bool] | None = None,
+    size: int = _BATCH,
+) -> Iterator[ColumnElement[bool]]:
+    """Rows that fit, some at a time, as the condition to look for them again.
+
+    The table, or what is `among` it, is gone through by ranges of ids: however many rows there are
+    and however the database likes to answer, each question is about a few of them.
+    """
+    after: int | None = 0
+    while after is not None:
+        after, ids = database.read(partial(_look, table=table, where=where, among=among, id=after))
+        for batch in batches(ids, size):
+            yield and_(table.c.id.in_(batch), where)
+
+
+def _look(
+    tx: Connection,
+    table: Table,
+    where: ColumnElement[bool],
+    among: ColumnElement[bool] | None,
+    id: int,
+) -> tuple[int | None, Sequence[int]]:
+    """What fits in the range that begins after an id, and where the range ends."""
+    ahead = select(table.c.id).where(table.c.id > id).order_by(table.c.id)
+    if among is not None:
+        ahead = ahead.where(among)
+    last = tx.scalar(ahead.offset(_RANGE - 1).limit(1))
+    ahead = ahead.where(where)
+    return last, tx.scalars(ahead if last is None else ahead.where(table.c.id <= last)).all()
+
+
+def lock(tx: Connection, table: Table, where: ColumnElement[bool]) -> list[int]:
+    """Ids of rows that fit, looked at once more when they are locked; what is held is skipped."""
+    rows = select(table.c.id).where(where).order_by(table.c.id)
+    locked = tx.scalars(rows.with_for_update(skip_locked=True, of=table)).all()
+    return list(tx.scalars(rows.where(is_one_of(tx, table.c.id, locked)))) if locked else []
+
+
+def move(tx: Connection, table: Table, where: ColumnElement[bool], to: FileState) -> list[Row[Any]]:
+    """Bring rows that fit into another state, from now on. Returns their id, name and bytes."""
+    return change(tx, table, lock(tx, table, where), state=to, state_ms=now_ms())
+
+
+def change(tx: Connection, table: Table, ids: list[int], **values: Any) -> list[Row[Any]]:
+    """Set values in rows the caller has locked. Returns their id, name and bytes."""
+    if not ids:
+        return []
+    changed = update(table).where(is_one_of(tx, table.c.id, ids)).values(values)
+    return list(tx.execute(changed.returning(table.c.id, table.c.name, table.c.bytes)).all())

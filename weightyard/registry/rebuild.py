@@ -1,0 +1,290 @@
+"""Rebuild: a registry made from a store alone.
+
+Packs tell what they hold, manifests what versions consist of, records which versions there are, and
+the journal what was changed since. One transaction makes it all, or nothing; the store says whose
+it is before that transaction ends, so that no second registry can believe that it is its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, Table, func, insert, select, text, update
+
+from weightyard.errors import Conflict, Damaged, ForeignStore, InvalidName, UnknownFormat
+from weightyard.names import Digest, ModelName, PackId, UploadId
+from weightyard.records import RebuildReport, Version
+from weightyard.registry import binding, commits, damage, migrate, schema, uploads
+from weightyard.registry.database import Database
+from weightyard.registry.retell import Retold, RetoldModel, millis, retell
+from weightyard.registry.rows import clock, insert_missing, record_event
+from weightyard.registry.schema import FileState, UploadState
+from weightyard.storage import layout
+from weightyard.storage.store import FileStat, Store
+from weightyard.transfer.publish import read_manifest
+from weightyard.transfer.reader import read_pack_index
+
+NOT_KEPT = (
+    "tokens",
+    "quotas",
+    "the audit log and events",
+    "times of last use: every version counts as used now",
+    "what the old registry had not yet written into the store",
+)
+"""What only a database has."""
+
+_FULL = (schema.models, schema.versions, schema.packs, schema.manifests, schema.tokens)
+
+
+def rebuild(
+    store: Store, database: Database, *, adopt: bool = False, who: str = ""
+) -> RebuildReport:
+    """Fill an empty database from a store, and make the store belong to it.
+
+    The registry keeps the id the store knows; with `adopt` the store changes over to the id of
+    this database. Either way the database it belonged to so far is refused from now on.
+    Raises Conflict if the database has anything in it, ForeignStore if there is no yard.
+    """
+    migrate.upgrade(database)
+    yard = binding.read_yard_file(store)
+    if yard is None:
+        raise ForeignStore(f"{store.url} has no yard.json: there is nothing to rebuild from")
+
+    def work(tx: Connection) -> RebuildReport:
+        mine = tx.execute(select(schema.registry)).one()
+        if mine.yard_id not in (None, yard.yard_id):
+            raise ForeignStore(f"this database belongs to yard {mine.yard_id}, not {yard.yard_id}")
+        for table in _FULL:
+            if tx.scalar(select(func.count()).select_from(table)):
+                raise Conflict(f"the database has {table.name} already: rebuild into an empty one")
+        owner = mine.registry_id if adopt else binding.read_owner(store, yard).registry_id
+        report = _Rebuilding(tx, store).run(owner, yard.yard_id)
+        record_event(tx, who, "registry.rebuilt", yard.yard_id, {"adopted": adopt})
+        binding.take_over(tx, store, yard, owner)
+        return report
+
+    return database.write(work)
+
+
+class _Rebuilding:
+    """Fills one database, inside one transaction."""
+
+    def __init__(self, tx: Connection, store: Store) -> None:
+        self._tx = tx
+        self._store = store
+        self._at_ms = clock(tx)
+        self._lost: list[str] = []
+        self._damaged: list[str] = []
+        self._manifests: dict[str, int] = {}
+
+    def run(self, registry_id: str, yard_id: str) -> RebuildReport:
+        packs = self._bring_back_packs()
+        self._bring_back_manifests()
+        self._bring_back_uploads()
+        told = retell(self._store)
+        for name, model in told.models.items():
+            self._bring_back_model(name, model)
+        self._name_parents(told)
+        self._raise_replication()
+        self._continue_journal(told.last_sequence)
+        damage.mark_versions(self._tx)
+        return RebuildReport(
+            registry_id=registry_id,
+            yard_id=yard_id,
+            models=sum(not model.is_removed for model in told.models.values()),
+            versions=sum(len(model.versions) for model in told.models.values()),
+            packs=packs,
+            blocks=self._tx.scalar(select(func.count()).select_from(schema.blocks)) or 0,
+            alias_moves=sum(len(model.moves) for model in told.models.values()),
+            damaged=tuple(self._damaged) + damage.damaged_versions(self._tx),
+            lost=(*self._lost, *told.lost),
+            not_kept=NOT_KEPT,
+        )
+
+    def _bring_back_packs(self) -> int:
+        """A row for every pack that can be read, with what its footer says it holds."""
+        found = 0
+        for file in self._store.list(layout.PACKS):
+            try:
+                pack = PackId(file.path.text.rpartition("/")[2])
+                if layout.pack(pack) != file.path:
+                    raise InvalidName("not where a pack of this name lies")
+                placements = read_pack_index(self._store, pack)
+            except (Damaged, InvalidName, UnknownFormat) as why:
+                self._lost.append(f"{file.path}: {why}")
+                continue
+            row = self._insert(schema.packs, **self._file(pack.hex, file))
+            uploads.insert_placements(self._tx, row, placements)
+            found += 1
+        return found
+
+    def _bring_back_manifests(self) -> None:
+        for file in self._store.list(layout.MANIFESTS):
+            try:
+                digest = Digest(file.path.text.rpartition("/")[2])
+                if layout.manifest(digest) != file.path:
+                    raise InvalidName("not where a manifest of this name lies")
+            except InvalidName as why:
+                self._lost.append(f"{file.path}: {why}")
+                continue
+            row = self._insert(schema.manifests, **self._file(digest.hex, file))
+            self._manifests[digest.hex] = row
+
+    def _bring_back_uploads(self) -> None:
+        """Staged files of writers the old registry had: gc removes what has a row."""
+        folders = {file.path.text.split("/")[1] for file in self._store.list(layout.STAGING)}
+        for folder in sorted(folders):
+            try:
+                upload = UploadId(folder)
+            except InvalidName as why:
+                self._lost.append(f"{layout.STAGING}/{folder}: {why}")
+                continue
+            self._insert(
+                schema.uploads,
+                name=upload.hex,
+                project="weightyard",
+                model="rebuild",
+                author="",
+                state=UploadState.EXPIRED,
+                created_ms=self._at_ms,
+                lease_ms=self._at_ms,
+            )
+
+    def _bring_back_model(self, name: ModelName, model: RetoldModel) -> None:
+        row = self._insert(
+            schema.models,
+            project=name.project,
+            name=name.name,
+            kind=model.kind,
+            created_ms=model.created_ms,
+            created_by=model.created_by,
+            last_number=model.last_number,
+            retention=model.retention,
+            removed_ms=self._at_ms if model.is_removed else None,
+        )
+        rows = {
+            number: self._bring_back_version(row, version)
+            for number, version in sorted(model.versions.items())
+        }
+        for move in model.moves:
+            self._insert(
+                schema.alias_moves,
+                model_id=row,
+                alias=move.alias,
+                before=move.before,
+                after=move.after,
+                who=move.who,
+                at_ms=move.at_ms,
+                reason=move.reason,
+            )
+        for alias, number in model.aliases.items():
+            if number in rows:
+                there = {"model_id": row, "alias": alias, "version_id": rows[number]}
+                self._tx.execute(insert(schema.aliases).values(there))
+            else:
+                self._lost.append(f"{name}@{alias}: it was on v{number}, which is gone")
+
+    def _bring_back_version(self, model_row: int, version: Version) -> int:
+        """A version whose manifest is missing or bad comes back, too: pushed again, it is whole."""
+        try:
+            manifest = read_manifest(self._store, Digest(version.digest))
+        except (Damaged, UnknownFormat) as why:
+            self._lost.append(f"{layout.manifest(Digest(version.digest))}: {why}")
+            self._damaged.append(version.ref)
+            manifest = None
+        row = self._insert(
+            schema.versions,
+            model_id=model_row,
+            number=version.number,
+            manifest_id=self._manifest_row(version.digest, is_damaged=manifest is None),
+            author=version.author,
+            message=version.message,
+            metrics=version.metrics,
+            tags=version.tags,
+            metadata=version.metadata,
+            structure=version.structure,
+            files=version.files,
+            tensors=version.tensors,
+            logical_bytes=version.logical_bytes,
+            replication=version.replication,
+            policy=version.policy,
+            created_ms=millis(version),
+            used_ms=self._at_ms,
+        )
+        if manifest is not None:
+            sizes = {block.id: block.raw_bytes for block in manifest.blocks}
+            lists = commits.insert_lists(self._tx, manifest, uploads.block_rows(self._tx, sizes))
+            edges = [{"version_id": row, "list_id": one} for one in lists]
+            insert_missing(self._tx, schema.version_lists, edges)
+        return row
+
+    def _manifest_row(self, digest: str, *, is_damaged: bool) -> int:
+        table = schema.manifests
+        if digest not in self._manifests:
+            self._manifests[digest] = self._insert(
+                table, name=digest, state=FileState.DAMAGED, state_ms=self._at_ms, bytes=0
+            )
+        row = self._manifests[digest]
+        if is_damaged:
+            self._tx.execute(update(table).where(table.c.id == row).values(state=FileState.DAMAGED))
+        return row
+
+    def _name_parents(self, told: Retold) -> None:
+        v, m = schema.versions, schema.models
+        rows = {
+            f"{project}/{name}@v{number}": row
+            for row, number, project, name in self._tx.execute(
+                select(v.c.id, v.c.number, m.c.project, m.c.name).join(m, m.c.id == v.c.model_id)
+            )
+        }
+        for model in told.models.values():
+            for version in model.versions.values():
+                if version.parent is None:
+                    continue
+                if version.parent in rows:
+                    self._tx.execute(
+                        update(v)
+                        .where(v.c.id == rows[version.ref])
+                        .values(parent_id=rows[version.parent])
+                    )
+                else:
+                    self._lost.append(f"{version.ref}: its parent {version.parent} is gone")
+
+    def _raise_replication(self) -> None:
+        """A pack is kept as the most demanding version using it asks."""
+        v, vl, lb, p = schema.versions, schema.version_lists, schema.list_blocks, schema.placements
+        packs = schema.packs
+        for what in ("replication", "policy"):
+            asked = (
+                select(func.max(v.c[what]))
+                .join(vl, vl.c.version_id == v.c.id)
+                .join(lb, lb.c.list_id == vl.c.list_id)
+                .join(p, p.c.block_id == lb.c.block_id)
+                .where(p.c.pack_id == packs.c.id)
+                .scalar_subquery()
+            )
+            self._tx.execute(update(packs).values({what: asked}))
+
+    def _continue_journal(self, last_sequence: int) -> None:
+        """The next entry gets a number that none in the store has."""
+        if not last_sequence:
+            return
+        self._tx.execute(insert(schema.journal).values(id=last_sequence, at_ms=self._at_ms))
+        if self._tx.dialect.name == "postgresql":
+            self._tx.execute(
+                text("SELECT setval(pg_get_serial_sequence('journal', 'id'), :last)"),
+                {"last": last_sequence},
+            )
+
+    def _file(self, name: str, file: FileStat) -> dict[str, Any]:
+        return {
+            "name": name,
+            "state": FileState.LIVE,
+            "state_ms": self._at_ms,
+            "bytes": file.length,
+        }
+
+    def _insert(self, table: Table, **values: Any) -> int:
+        return int(
+            self._tx.execute(insert(table).values(values).returning(table.c.id)).scalar_one()
+        )

@@ -1,0 +1,346 @@
+"""Rewriting: small packs become one, and of mostly dead ones the rest moves on.
+
+Blocks are copied as they are stored, each checked. A new pack is written under an upload of its
+own, by the same rules as any writer's; one transaction then makes it live and takes the placements
+of the old packs away. Whoever read those placements finds the old files until the grace is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import groupby
+from typing import TypeAlias
+
+import numpy as np
+from sqlalchemy import Connection, and_, delete, func, or_, select
+
+from weightyard import codec
+from weightyard.errors import Damaged, Retryable, YardError
+from weightyard.format.block import MIB
+from weightyard.format.pack import PACK_HEADER, PackBuilder, Placement, read_entry
+from weightyard.logs import Log
+from weightyard.names import BlockId, PackId, UploadId
+from weightyard.registry import schema, uploads
+from weightyard.registry.chores import LEASE_S, open_chore
+from weightyard.registry.database import Database, is_one_of, now_ms
+from weightyard.registry.locking import change, lock
+from weightyard.registry.needs import Needs
+from weightyard.registry.schema import FileState, UploadState
+from weightyard.storage import layout
+from weightyard.storage.store import FileOptions, Read, Stage, Store
+from weightyard.transfer.durable import require_replicas
+
+_log = Log(__name__)
+
+_packs, _placements = schema.packs, schema.placements
+
+_SMALL = 4
+"""A pack under 1 / this of the limit is small, …"""
+_TOGETHER = 4
+"""… and so many of them are worth merging."""
+_DEAD = 2
+"""A pack is mostly dead if under 1 / this of it must stay."""
+_AT_ONCE = 2000
+"""Packs in one run; the rest is for the next."""
+_WINDOW = 1000
+_RUN_BYTES = 16 * MIB
+_REPLICAS_TIMEOUT_S = 30.0
+
+_Key: TypeAlias = tuple[BlockId, BlockId | None]
+"""A block and the base it is stored on: what a pack has at most once."""
+
+
+@dataclass(frozen=True, slots=True)
+class OldPack:
+    """A pack that should go, and how much of it must stay."""
+
+    id: int
+    name: str
+    bytes: int
+    block_bytes: int
+    """Of all its blocks, as they are stored."""
+    kept_bytes: int
+    """Of those that must stay."""
+    replication: int | None
+    policy: str | None
+
+    @property
+    def is_mostly_dead(self) -> bool:
+        return self.kept_bytes * _DEAD < self.block_bytes
+
+    @property
+    def settings(self) -> tuple[int, str]:
+        return (self.replication or 0, self.policy or "")
+
+
+@dataclass(frozen=True, slots=True)
+class Rewritten:
+    """Packs that gave their blocks to a new one."""
+
+    packs: Sequence[OldPack]
+    new_bytes: int
+    """Of the new pack; 0 if older packs had everything already."""
+
+    @property
+    def why(self) -> str:
+        return "rewritten: few of its bytes are needed, or it was small"
+
+
+def plan(tx: Connection, needs: Needs, pack_bytes: int) -> list[list[OldPack]]:
+    """Groups of packs kept alike, each of which fits into one new pack."""
+    chosen: list[OldPack] = []
+    after: int | None = 0
+    while after is not None and len(chosen) < _AT_ONCE:
+        after, found = _candidates(tx, needs, pack_bytes, after)
+        chosen += found
+    chosen.sort(key=lambda pack: (pack.settings, pack.id))
+    groups: list[list[OldPack]] = []
+    for _, alike in groupby(chosen, key=lambda pack: pack.settings):
+        room = 0.0
+        for index, pack in enumerate(alike):
+            if index == 0 or pack.kept_bytes > room:
+                groups.append([])
+                room = 0.98 * pack_bytes
+            groups[-1].append(pack)
+            room -= pack.kept_bytes
+    return [
+        group
+        for group in groups
+        if len(group) >= _TOGETHER or any(pack.is_mostly_dead for pack in group)
+    ]
+
+
+def _candidates(
+    tx: Connection, needs: Needs, pack_bytes: int, after: int
+) -> tuple[int | None, list[OldPack]]:
+    """Small and mostly dead ones of the next so many packs; and where to go on."""
+    p = _placements.alias("p")
+    is_live = _packs.c.state == FileState.LIVE
+    ahead = select(_packs.c.id).where(is_live, _packs.c.id > after).order_by(_packs.c.id)
+    ids = tx.scalars(ahead.limit(_WINDOW)).all()
+    if not ids:
+        return None, []
+    in_all = select(func.coalesce(func.sum(p.c.stored_bytes), 0)).where(p.c.pack_id == _packs.c.id)
+    kept = in_all.where(needs.of_placement(p)).scalar_subquery()
+    seen = (
+        select(
+            _packs,
+            in_all.scalar_subquery().label("block_bytes"),
+            kept.label("kept_bytes"),
+        )
+        .where(is_live, _packs.c.id.between(ids[0], ids[-1]), needs.of_pack())
+        .where(~needs.pinned_pack())
+        .subquery()
+    )
+    rows = tx.execute(
+        select(seen).where(
+            or_(
+                seen.c.bytes * _SMALL < pack_bytes,
+                seen.c.kept_bytes * _DEAD < seen.c.block_bytes,
+            )
+        )
+    )
+    return ids[-1], [
+        OldPack(
+            row.id,
+            row.name,
+            row.bytes,
+            int(row.block_bytes),
+            int(row.kept_bytes),
+            row.replication,
+            row.policy,
+        )
+        for row in rows
+    ]
+
+
+class Rewriting:
+    """Obeys a plan, group by group. What cannot be read stays as it is and is named in `failed`."""
+
+    def __init__(
+        self, database: Database, store: Store, needs: Needs, pack_bytes: int, min_replicas: int
+    ) -> None:
+        self.failed: list[str] = []
+        self._database = database
+        self._store = store
+        self._needs = needs
+        self._pack_bytes = pack_bytes
+        self._min_replicas = min_replicas
+        self._upload = UploadId.new()
+
+    def run(self, groups: Sequence[Sequence[OldPack]]) -> Iterator[Rewritten]:
+        self._database.write(lambda tx: open_chore(tx, self._upload, "gc"))
+        try:
+            for group in groups:
+                self._database.write(lambda tx: uploads.heartbeat(tx, self._upload, LEASE_S))
+                if (done := self._rewrite(group)) is not None:
+                    yield done
+            self._store.delete(layout.staging_folder(self._upload))
+        except BaseException:
+            with suppress(YardError):  # it expires by itself, later
+                self._database.write(lambda tx: uploads.abandon(tx, self._upload))
+            raise
+        self._database.write(self._end)
+
+    def _rewrite(self, group: Sequence[OldPack]) -> Rewritten | None:
+        names = [pack.name for pack in group]
+        held = self._database.write(lambda tx: self._hold(tx, names))
+        copy = _Copy(PackBuilder(PackId.new(), self._pack_bytes))
+        kept = [
+            (pack, self._database.read(partial(self._kept, pack=pack)))
+            for pack in group
+            if pack.name in held
+        ]
+        if any(placements for _, placements in kept):
+            self._write(group[0], copy, kept)
+        else:
+            copy.done = [pack for pack, _ in kept]
+        moved = self._database.write(lambda tx: self._switch(tx, copy))
+        return Rewritten(moved, copy.builder.pack_bytes if copy.new else 0) if moved else None
+
+    def _write(
+        self,
+        like: OldPack,
+        copy: _Copy,
+        kept: Sequence[tuple[OldPack, Sequence[Placement]]],
+    ) -> None:
+        """The new pack: whole, durable, and known to nobody yet."""
+        pack = copy.builder.pack
+        self._database.write(
+            lambda tx: uploads.begin_pack(tx, self._upload, pack, like.replication, like.policy)
+        )
+        name = layout.staging(self._upload, pack.hex)
+        options = FileOptions(like.replication, self._pack_bytes, like.policy)
+        with self._store.stage(name, options) as stage:
+            stage.write(PACK_HEADER)
+            for old, placements in kept:
+                try:
+                    if not self._copy_pack(old, placements, copy, stage):
+                        break
+                except _Unreadable as why:
+                    self.failed.append(f"pack {old.name}: {why}")
+                    _log.warning("pack.not_rewritten", pack=old.name, reason=why)
+            if not copy.new:
+                return
+            stage.write(copy.builder.finish())
+            self._store.publish(stage.close(), layout.pack(pack))
+        wanted = min(self._min_replicas, like.replication or self._min_replicas)
+        require_replicas(self._store, layout.pack(pack), wanted, _REPLICAS_TIMEOUT_S)
+
+    def _copy_pack(
+        self, old: OldPack, placements: Sequence[Placement], copy: _Copy, stage: Stage
+    ) -> bool:
+        """Copy what must stay of one pack; False if the new one is full before that."""
+        missing = [placement for placement in placements if _key(placement) not in copy.new]
+        for run in _runs(missing):
+            stored = self._read(PackId(old.name), run)
+            for placement, data in zip(run, stored, strict=True):
+                if not copy.builder.fits(placement.encoding):
+                    return False
+                copy.new[_key(placement)] = copy.builder.add(placement.encoding)
+                stage.write(data)
+        copy.done.append(old)
+        return True
+
+    def _read(self, pack: PackId, run: Sequence[Placement]) -> list[memoryview]:
+        """The stored bytes of neighbouring blocks, from whichever replica has them right."""
+        start, end = run[0].offset, run[-1].end
+        try:
+            location = self._store.locate(layout.pack(pack))
+        except (Retryable, Damaged) as why:
+            raise _Unreadable(str(why)) from why
+        replicas = location.spans[0].replicas if len(location.spans) == 1 else ()
+        failed: YardError | None = None
+        for replica in (None, *replicas):
+            into = np.empty(end - start, np.uint8).data
+            try:
+                self._store.read(location, [Read(start, into)], replica=replica)
+                stored = [into[one.offset - start : one.end - start] for one in run]
+                for placement, data in zip(run, stored, strict=True):
+                    codec.verify(placement.encoding, data)
+            except (Retryable, Damaged) as why:
+                failed = why
+            else:
+                return stored
+        raise _Unreadable(str(failed)) from failed
+
+    def _hold(self, tx: Connection, names: Sequence[str]) -> set[str]:
+        """Pin the old packs, so that no other run takes them away while they are read."""
+        opened = uploads.fence(tx, self._upload)
+        return uploads.pin_live(tx, opened.row_id, names)
+
+    def _kept(self, tx: Connection, pack: OldPack) -> list[Placement]:
+        """The placements of a pack that must stay, in their order."""
+        p = _placements.alias("p")
+        entries = tx.scalars(
+            select(p.c.encoding)
+            .where(p.c.pack_id == pack.id, self._needs.of_placement(p))
+            .order_by(p.c.offset)
+        )
+        return [read_entry(entry, PackId(pack.name)) for entry in entries]
+
+    def _switch(self, tx: Connection, copy: _Copy) -> list[OldPack]:
+        """Make the new pack live, and take the old ones' placements away: all at once.
+
+        An old pack that a writer has claimed meanwhile, or of which more is needed than was copied,
+        stays as it is.
+        """
+        opened = uploads.fence(tx, self._upload)
+        ids = [pack.id for pack in copy.done]
+        free = and_(
+            is_one_of(tx, _packs.c.id, ids),
+            _packs.c.state == FileState.LIVE,
+            ~self._needs.pinned_pack(but_for=opened.row_id),
+        )
+        locked = set(lock(tx, _packs, free))
+        moved = [
+            pack
+            for pack in copy.done
+            if pack.id in locked and all(_key(one) in copy.new for one in self._kept(tx, pack))
+        ]
+        if not moved:
+            return []
+        if copy.new:
+            builder = copy.builder
+            uploads.add_pack(tx, self._upload, builder.pack, builder.pack_bytes, builder.placements)
+        gone = [pack.id for pack in moved]
+        tx.execute(delete(_placements).where(is_one_of(tx, _placements.c.pack_id, gone)))
+        change(tx, _packs, gone, state=FileState.DELETING, state_ms=now_ms())
+        return moved
+
+    def _end(self, tx: Connection) -> None:
+        uploads.close(tx, uploads.fence(tx, self._upload, alone=True).row_id, UploadState.COMMITTED)
+
+
+class _Unreadable(Exception):
+    """A pack that cannot be read now: it stays as it is, and others go on."""
+
+
+class _Copy:
+    """A new pack in the making: what it has, and which old packs are wholly in it."""
+
+    def __init__(self, builder: PackBuilder) -> None:
+        self.builder = builder
+        self.new: dict[_Key, Placement] = {}
+        self.done: list[OldPack] = []
+
+
+def _key(placement: Placement) -> _Key:
+    return (placement.encoding.block, placement.encoding.base)
+
+
+def _runs(placements: Sequence[Placement]) -> Iterator[list[Placement]]:
+    """Placements in runs that one request fetches, little of it in vain."""
+    run: list[Placement] = []
+    for placement in placements:
+        if run and (
+            placement.end - run[0].offset > _RUN_BYTES or placement.offset - run[-1].end > MIB
+        ):
+            yield run
+            run = []
+        run.append(placement)
+    if run:
+        yield run

@@ -1,0 +1,121 @@
+"""Aliases over REST: show, move, remove, their log, and back in one step."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query, Response
+from pydantic import AwareDatetime
+
+from weightyard.errors import NoSuchThing
+from weightyard.names import AliasName
+from weightyard.records import Alias, AliasMove, Role
+from weightyard.service.auth import Caller, GuardedRoute, needs
+from weightyard.service.etags import (
+    IfMatch,
+    IfNoneMatch,
+    alias_tag,
+    expected_number,
+    quoted,
+)
+from weightyard.service.paging import Limit, Named
+from weightyard.service.problems import RESPONSES
+from weightyard.service.state import Yard
+from weightyard.wire import AliasTarget, Page, Reason
+
+router = APIRouter(
+    prefix="/models/{project}/{name}/aliases/{alias}",
+    route_class=GuardedRoute,
+    tags=["aliases"],
+    responses=RESPONSES,
+)
+
+
+def _alias_name(alias: Annotated[str, Path(examples=["prod"])]) -> AliasName:
+    return AliasName(alias)
+
+
+Aliased = Annotated[AliasName, Depends(_alias_name)]
+
+
+@router.get("")
+@needs(Role.READ)
+async def show_alias(yard: Yard, model: Named, alias: Aliased, response: Response) -> Alias:
+    """Where an alias is. Its ETag goes into the If-Match of a move."""
+    number = await yard.ask(yard.registry.alias, model, alias)
+    if number is None:
+        raise NoSuchThing(f"{model} has no alias {alias}")
+    response.headers["ETag"] = quoted(alias_tag(number))
+    return Alias(model=str(model), alias=alias.text, version=number)
+
+
+@router.put("")
+@needs(Role.WRITE)
+async def move_alias(
+    yard: Yard,
+    caller: Caller,
+    model: Named,
+    alias: Aliased,
+    body: AliasTarget,
+    response: Response,
+    if_match: IfMatch = None,
+    if_none_match: IfNoneMatch = None,
+) -> AliasMove:
+    """Put an alias on a version. `If-None-Match: *`: only if there is no such alias yet."""
+    moved = await yard.ask(
+        yard.registry.move_alias,
+        model,
+        alias,
+        body.version,
+        who=caller.who,
+        reason=body.reason,
+        expect=expected_number(if_match, if_none_match),
+    )
+    response.headers["ETag"] = quoted(alias_tag(body.version))
+    return moved
+
+
+@router.delete("")
+@needs(Role.WRITE)
+async def remove_alias(
+    yard: Yard,
+    caller: Caller,
+    model: Named,
+    alias: Aliased,
+    if_match: IfMatch = None,
+    reason: Annotated[str, Query(max_length=1000)] = "",
+) -> AliasMove:
+    """Remove an alias; its history stays."""
+    return await yard.ask(
+        yard.registry.move_alias,
+        model,
+        alias,
+        None,
+        who=caller.who,
+        reason=reason,
+        expect=expected_number(if_match, None),
+    )
+
+
+@router.get("/log")
+@needs(Role.READ)
+async def alias_log(
+    yard: Yard,
+    model: Named,
+    alias: Aliased,
+    limit: Limit = 100,
+    as_of: Annotated[AwareDatetime | None, Query(description="Moves up to then")] = None,
+) -> Page[AliasMove]:
+    """The moves of an alias, the newest first."""
+    moves = await yard.ask(yard.registry.alias_log, model, alias, as_of=as_of, limit=limit)
+    return Page(items=moves)
+
+
+@router.post("/rollback")
+@needs(Role.WRITE)
+async def roll_back(
+    yard: Yard, caller: Caller, model: Named, alias: Aliased, body: Reason | None = None
+) -> AliasMove:
+    """Put an alias back where it was before its last move."""
+    reason = body.reason if body is not None else ""
+    return await yard.ask(yard.registry.rollback_alias, model, alias, who=caller.who, reason=reason)

@@ -1,0 +1,135 @@
+"""The app: routes, limits and problems put together, with the work that goes on behind them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from importlib.metadata import version
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.openapi.utils import get_openapi
+from fastapi.routing import APIRoute, APIRouter
+
+from weightyard.errors import Bug, YardError
+from weightyard.logs import Log
+from weightyard.service import (
+    aliases,
+    content,
+    events,
+    models,
+    operate,
+    problems,
+    tokens,
+    uploads,
+    versions,
+)
+from weightyard.service.auth import GuardedRoute, need_of
+from weightyard.service.limits import Limits
+from weightyard.service.state import Service
+from weightyard.service.tracing import Tracing
+
+_log = Log(__name__)
+
+PREFIX = "/api/v1"
+
+ROUTERS: tuple[APIRouter, ...] = (
+    models.router,
+    versions.router,
+    aliases.router,
+    content.router,
+    uploads.router,
+    events.router,
+    tokens.router,
+    operate.router,
+)
+
+_FLUSH_EVERY_S = 1.0
+_LOOK_EVERY_S = 0.5
+
+_ABOUT = """Versioned model weights on HDFS.
+
+Every request shows a token: `Authorization: Bearer wy_…`. Errors are problems as RFC 9457 says,
+with a stable `code`. Lists come in pages: `next` goes into `after`."""
+
+
+def create_app(service: Service) -> FastAPI:
+    """The REST interface of a yard."""
+    app = FastAPI(
+        title="weightyard",
+        version=version("weightyard"),
+        description=_ABOUT,
+        # Its own pages would load scripts from elsewhere; the schema is behind a token.
+        openapi_url=None,
+        lifespan=_behind(service),
+        redirect_slashes=False,
+    )
+    app.state.service = service
+    for router in ROUTERS:
+        _require_rules(router)
+        app.include_router(router, prefix=PREFIX)
+    app.include_router(operate.open_router, prefix=PREFIX)
+    problems.install(app)
+    app.add_middleware(Limits)
+    app.add_middleware(Tracing, metrics=service.metrics)
+    app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
+    return app
+
+
+def _require_rules(router: APIRouter) -> None:
+    """A route without a rule would be closed; better to notice before it is deployed."""
+    for route in router.routes:
+        if not isinstance(route, GuardedRoute) or need_of(route.endpoint) is None:
+            raise Bug(f"route {getattr(route, 'path', route)} does not say who may call it")
+
+
+def _schema(app: FastAPI) -> dict[str, Any]:
+    if app.openapi_schema is None:
+        schema = get_openapi(
+            title=app.title, version=app.version, description=app.description, routes=app.routes
+        )
+        components = schema.setdefault("components", {})
+        components.setdefault("schemas", {})["Problem"] = problems.Problem.model_json_schema()
+        components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+        schema["security"] = [{"token": []}]
+        for route in operate.open_router.routes:
+            assert isinstance(route, APIRoute)
+            for operation in schema["paths"][PREFIX + route.path].values():
+                operation["security"] = []
+        app.openapi_schema = schema
+    return app.openapi_schema
+
+
+def _behind(service: Service) -> Callable[[FastAPI], Any]:
+    """What a process does while it serves: writes out records, and looks for new events."""
+
+    async def flush() -> None:
+        await service.ask(service.registry.flush_outbox, service.store)
+
+    async def look() -> None:
+        service.wake.tell(await service.ask(service.registry.newest_event))
+
+    @asynccontextmanager
+    async def running(app: FastAPI) -> AsyncIterator[None]:
+        tasks = [
+            asyncio.create_task(_again_and_again(flush, _FLUSH_EVERY_S)),
+            asyncio.create_task(_again_and_again(look, _LOOK_EVERY_S)),
+        ]
+        try:
+            yield
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    return running
+
+
+async def _again_and_again(work: Callable[[], Awaitable[None]], every_s: float) -> None:
+    while True:
+        try:
+            await work()
+        except YardError as why:
+            _log.warning("service.behind", reason=why)
+        await asyncio.sleep(every_s)

@@ -1,0 +1,229 @@
+"""Who is asking, and whether they may. Every route denies what its rule does not allow."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Annotated, Any, TypeVar, cast
+
+import msgspec
+from fastapi import Depends, Request
+from fastapi.routing import APIRoute
+from starlette.datastructures import Headers
+from starlette.responses import Response
+
+from weightyard.errors import NotAllowed, Unauthenticated
+from weightyard.names import ModelName, TokenName, UploadId, is_plain_text
+from weightyard.records import EVERY_PROJECT, Role, Token
+from weightyard.registry.uploads import OpenUpload, Reading
+from weightyard.service.state import Service, service_of
+
+_Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
+
+_RANK = {Role.READ: 0, Role.WRITE: 1, Role.ADMIN: 2}
+_LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "[::1]"))
+
+
+@dataclass(frozen=True, slots=True)
+class Principal:
+    """Someone the service knows, and what they may do."""
+
+    who: str
+    role: Role
+    projects: tuple[str, ...] | None
+    """None: all of them."""
+
+    @classmethod
+    def of(cls, token: Token) -> Principal:
+        everywhere = EVERY_PROJECT in token.projects
+        return cls(token.name, token.role, None if everywhere else token.projects)
+
+    @property
+    def reading(self) -> Reading | None:
+        """Which blocks may be known of; None: all."""
+        return None if self.projects is None else Reading(self.projects, self.who)
+
+    def require(self, role: Role, project: str | None) -> None:
+        """Raises NotAllowed. A project of None stands for the whole yard."""
+        if _RANK[self.role] < _RANK[role]:
+            raise NotAllowed(f"{self.who} has the role {self.role}; this needs {role}")
+        if self.projects is not None and project not in self.projects:
+            where = "all projects" if project is None else f"project {project[:96]!a}"
+            raise NotAllowed(f"{self.who} has no rights in {where}")
+
+    def may_read(self, model: ModelName) -> bool:
+        return self.projects is None or model.project in self.projects
+
+    def require_model(self, role: Role, model: ModelName) -> None:
+        self.require(role, model.project)
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """The rule of a route: which role, in the project its path names or wherever one has any."""
+
+    role: Role
+    everywhere: bool = False
+    """Needs rights in all projects: what concerns the whole yard."""
+
+
+def needs(role: Role, *, everywhere: bool = False) -> Callable[[_Endpoint], _Endpoint]:
+    """Says who may call a route. A route without it is closed."""
+
+    def mark(endpoint: _Endpoint) -> _Endpoint:
+        endpoint.__dict__["weightyard_need"] = Need(role, everywhere)
+        return endpoint
+
+    return mark
+
+
+def need_of(endpoint: Callable[..., Any]) -> Need | None:
+    return cast("Need | None", getattr(endpoint, "weightyard_need", None))
+
+
+class GuardedRoute(APIRoute):
+    """A route that asks who calls before it reads a byte of the body."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
+        need = need_of(self.endpoint)
+
+        async def guarded(request: Request) -> Response:
+            await _authorize(request, need)
+            return await handle(_StrictRequest(request.scope, request.receive))
+
+        return guarded
+
+
+async def _authorize(request: Request, need: Need | None) -> None:
+    service = service_of(request)
+    principal = await authenticate(service, request)
+    if need is None:
+        raise NotAllowed("this route has no rule and is closed")
+    path = request.path_params
+    if "upload" in path:
+        upload = await service.ask(service.registry.find_upload, UploadId(path["upload"]))
+        principal.require_model(need.role, upload.model)
+        if upload.author != principal.who and principal.role is not Role.ADMIN:
+            raise NotAllowed(f"upload {upload.upload} is not {principal.who}'s")
+        request.state.upload = upload
+    elif need.everywhere:
+        principal.require(need.role, None)
+    elif "project" in path:
+        principal.require(need.role, path["project"])
+    elif _RANK[principal.role] < _RANK[need.role]:
+        raise NotAllowed(f"{principal.who} has the role {principal.role}; this needs {need.role}")
+    request.state.principal = principal
+
+
+async def authenticate(service: Service, request: Request) -> Principal:
+    """Who is asking: by token, by a proxy that is trusted, or nobody while the service is open.
+
+    Raises Unauthenticated, NotAllowed.
+    """
+    headers = request.headers
+    if "authorization" in headers:
+        return await _by_token(service, headers)
+    peer = request.client.host if request.client is not None else ""
+    if (user := _user_by_proxy(service, peer, headers)) is not None:
+        return await _by_proxy(service, user)
+    if service.may_be_open and not await service.ask(service.registry.has_tokens):
+        _require_this_host(peer, headers)
+        return Principal("local", Role.ADMIN, None)
+    raise Unauthenticated("show a token: Authorization: Bearer wy_…")
+
+
+async def _by_token(service: Service, headers: Headers) -> Principal:
+    scheme, _, secret = headers["authorization"].partition(" ")
+    if scheme.lower() != "bearer" or len(headers.getlist("authorization")) != 1:
+        raise Unauthenticated("show one token: Authorization: Bearer wy_…")
+    token = await service.ask(service.registry.token_of, secret.strip())
+    if token is None:
+        raise Unauthenticated("this token is not known, or was revoked")
+    if service.uses.is_new(token.name):
+        await service.ask(service.registry.note_token_use, token.name)
+    return Principal.of(token)
+
+
+def _user_by_proxy(service: Service, peer: str, headers: Headers) -> str | None:
+    settings = service.settings
+    if settings.proxy_header is None or not _is_one_of(peer, settings.proxy_addresses):
+        return None
+    users = headers.getlist(settings.proxy_header)
+    if len(users) != 1 or not is_plain_text(users[0]) or len(users[0]) > 96:
+        raise Unauthenticated(f"the proxy did not say who is asking in {settings.proxy_header}")
+    return users[0]
+
+
+async def _by_proxy(service: Service, user: str) -> Principal:
+    """A user has the rights of the token of that name, else those all users have."""
+    token = await service.ask(service.registry.token_named, TokenName(user))
+    if token is not None:
+        return Principal.of(token)
+    if service.settings.proxy_role is None:
+        raise NotAllowed(f"{user} has no rights here: make a token of that name")
+    return Principal(user, Role(service.settings.proxy_role), None)
+
+
+def _require_this_host(peer: str, headers: Headers) -> None:
+    """While the service is open: a program of this host, not a web page that found its way here.
+
+    A page may send requests to loopback, and by a name it controls even read the answers.
+    """
+    name = headers.get("host", "").lower()
+    host = name[: name.index("]") + 1] if name.startswith("[") else name.partition(":")[0]
+    if not is_loopback(peer) or host not in _LOOPBACK_NAMES:
+        raise Unauthenticated("without tokens the service answers programs on its own host only")
+    if "origin" in headers or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
+        raise Unauthenticated("without tokens the service does not answer web pages")
+
+
+def is_loopback(address: str) -> bool:
+    return _is_one_of(address, ("127.0.0.0/8", "::1/128"))
+
+
+def _is_one_of(address: str, networks: tuple[str, ...]) -> bool:
+    try:
+        found = ipaddress.ip_address(address)
+    except ValueError:
+        return False
+    return any(found in ipaddress.ip_network(network, strict=False) for network in networks)
+
+
+class _StrictRequest(Request):
+    """Takes JSON as its specification says: no NaN, no half characters, and no NUL in texts."""
+
+    async def json(self) -> Any:
+        body = await self.body()
+        try:
+            value = msgspec.json.decode(body)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
+            raise json.JSONDecodeError(str(why)[:200], "", 0) from None
+        if b"\\u0000" in body and _has_nul(value):
+            raise json.JSONDecodeError("a text has a NUL character", "", 0)
+        return value
+
+
+def _has_nul(value: object) -> bool:
+    match value:
+        case str():
+            return "\0" in value
+        case list():
+            return any(map(_has_nul, value))
+        case dict():
+            return any(_has_nul(key) or _has_nul(item) for key, item in value.items())
+    return False
+
+
+def principal_of(request: Request) -> Principal:
+    return cast(Principal, request.state.principal)
+
+
+def upload_of(request: Request) -> OpenUpload:
+    return cast(OpenUpload, request.state.upload)
+
+
+Caller = Annotated[Principal, Depends(principal_of)]
+Opened = Annotated[OpenUpload, Depends(upload_of)]

@@ -1,0 +1,215 @@
+"""A version's content over REST: manifest, placements, files, replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Annotated, Any
+
+import msgspec
+from fastapi import APIRouter, Header, Path, Query, Response
+
+from weightyard.errors import NoSuchThing
+from weightyard.format.manifest import FileEntry, Manifest
+from weightyard.names import BlockId, Digest, FilePath, ModelName, PackId, Ref
+from weightyard.records import Role, Version
+from weightyard.registry.registry import Registry
+from weightyard.service.auth import Caller, GuardedRoute, needs
+from weightyard.service.etags import IfNoneMatch, is_same, quoted
+from weightyard.service.paging import After, Named, Number, number_after
+from weightyard.service.problems import RESPONSES
+from weightyard.service.ranges import Span, wanted_span
+from weightyard.service.sending import FileBody, SentFile
+from weightyard.service.state import Service, Yard
+from weightyard.storage import layout
+from weightyard.storage.store import Store
+from weightyard.wire import (
+    MAX_CLAIMED,
+    BlockList,
+    PackReplicas,
+    Page,
+    Placed,
+    ReplicaRecord,
+    placed,
+)
+
+router = APIRouter(route_class=GuardedRoute, tags=["content"], responses=RESPONSES)
+
+_VERSION = "/models/{project}/{name}/versions/{number}"
+_FOR_EVER = {"Cache-Control": "private, max-age=31536000, immutable"}
+_LOCATED_AT_ONCE = 8
+
+
+async def _manifest(yard: Service, model: ModelName, number: int) -> tuple[Version, Manifest]:
+    version = await yard.ask(yard.registry.resolve, Ref(model, number))
+    return version, await yard.ask(yard.manifests.get, Digest(version.digest))
+
+
+def _manifest_schema() -> dict[str, Any]:
+    """The outline; what is inside is told by docs/format.md, and msgspec's references are not
+    those of OpenAPI."""
+    _, components = msgspec.json.schema_components([Manifest])
+    inner = components["Manifest"]
+    return {
+        "type": "object",
+        "description": "docs/format.md, section 6",
+        "required": inner["required"],
+        "properties": {
+            name: {"type": "array"} if value.get("type") == "array" else value
+            for name, value in inner["properties"].items()
+        },
+    }
+
+
+@router.get(
+    _VERSION + "/manifest",
+    response_class=Response,
+    responses={
+        200: {
+            "description": "The manifest's JSON, whose BLAKE3-256 is the version's digest",
+            "content": {"application/json": {"schema": _manifest_schema()}},
+        },
+        304: {"description": "As the client has it"},
+    },
+)
+@needs(Role.READ)
+async def show_manifest(
+    yard: Yard, model: Named, number: Number, if_none_match: IfNoneMatch = None
+) -> Response:
+    """What a version consists of: files, tensors, boxes, extents, blocks."""
+    version, manifest = await _manifest(yard, model, number)
+    headers = {"ETag": quoted(version.digest), **_FOR_EVER}
+    if is_same(if_none_match, version.digest):
+        return Response(status_code=304, headers=headers)
+    text = await yard.ask(msgspec.json.encode, manifest)
+    return Response(text, headers=headers, media_type="application/json")
+
+
+@router.get(_VERSION + "/placements")
+@needs(Role.READ)
+async def version_placements(
+    yard: Yard,
+    model: Named,
+    number: Number,
+    limit: Annotated[int, Query(ge=1, le=MAX_CLAIMED, description="Blocks at most")] = 2000,
+    after: After = None,
+) -> Placed:
+    """Where the blocks of a version lie, and the bases they need."""
+    _, manifest = await _manifest(yard, model, number)
+    start = number_after(after) or 0
+    blocks = [block.id for block in manifest.blocks[start : start + limit]]
+    answer = await yard.ask(_placed_with_bases, yard.registry, blocks)
+    end = start + limit
+    return answer.model_copy(update={"next": str(end) if end < len(manifest.blocks) else None})
+
+
+def _placed_with_bases(registry: Registry, blocks: Sequence[BlockId]) -> Placed:
+    found = dict(registry.placements(blocks))
+    bases = {
+        placement.encoding.base
+        for placements in found.values()
+        for placement in placements
+        if placement.encoding.base is not None
+    }
+    found |= registry.placements([base for base in bases if base not in found])
+    return placed(found)
+
+
+@router.post("/placements")
+@needs(Role.READ)
+async def find_placements(yard: Yard, caller: Caller, body: BlockList) -> Placed:
+    """Where blocks lie, of those one may read."""
+    found = await yard.ask(yard.registry.placements, body.ids(), reading=caller.reading)
+    return await yard.ask(placed, found)
+
+
+@router.get(
+    _VERSION + "/files/{path:path}",
+    response_class=Response,
+    responses={
+        200: {"description": "The file", "content": {"application/octet-stream": {}}},
+        206: {"description": "The bytes asked for", "content": {"application/octet-stream": {}}},
+        304: {"description": "As the client has it"},
+    },
+)
+@needs(Role.READ)
+async def read_file(
+    yard: Yard,
+    caller: Caller,
+    model: Named,
+    number: Number,
+    path: Annotated[str, Path(examples=["model.safetensors"])],
+    range: Annotated[str | None, Header(description="One range", examples=["bytes=0-99"])] = None,
+    if_range: Annotated[str | None, Header(max_length=200)] = None,
+    if_none_match: IfNoneMatch = None,
+) -> Response:
+    """A file of a version, bit for bit, or a range of it."""
+    wanted = FilePath(path)
+    version, manifest = await _manifest(yard, model, number)
+    index, file = _file_of(manifest, wanted, version.ref)
+    tag = f"{version.digest}-{index}"
+    headers = {"ETag": quoted(tag), "Accept-Ranges": "bytes", **_FOR_EVER}
+    if is_same(if_none_match, tag):
+        return Response(status_code=304, headers=headers)
+    part = None if if_range not in (None, quoted(tag)) else wanted_span(range, file.bytes)
+    span = part or Span(0, file.bytes)
+    headers["Content-Disposition"] = "attachment"  # never shown: it may be anyone's HTML
+    if part is not None:
+        headers["Content-Range"] = f"bytes {span.start}-{span.end - 1}/{file.bytes}"
+    if yard.uses.is_new(version.ref):
+        await yard.ask(yard.registry.mark_used, Ref(model, number))
+    return SentFile(
+        FileBody(yard, manifest, file, span),
+        span,
+        yard.turnstile.passed(caller.who),
+        yard,
+        status_code=200 if part is None else 206,
+        headers=headers,
+    )
+
+
+def _file_of(manifest: Manifest, path: FilePath, ref: str) -> tuple[int, FileEntry]:
+    for index, file in enumerate(manifest.files):
+        if file.path == path.text:
+            return index, file
+    raise NoSuchThing(f"{ref} has no file {path.text[:200]!a}")
+
+
+@router.get(_VERSION + "/replicas")
+@needs(Role.READ)
+async def replicas(
+    yard: Yard,
+    model: Named,
+    number: Number,
+    limit: Annotated[int, Query(ge=1, le=1000, description="Packs at most")] = 100,
+    after: After = None,
+) -> Page[PackReplicas]:
+    """On which DataNodes the packs of a version are."""
+    _, manifest = await _manifest(yard, model, number)
+    found = await yard.ask(yard.registry.placements, [block.id for block in manifest.blocks])
+    names = sorted({placement.pack for some in found.values() for placement in some})
+    start = number_after(after) or 0
+    items = await yard.move(_locate, yard.store, names[start : start + limit])
+    end = start + limit
+    return Page(items=items, next=str(end) if end < len(names) else None)
+
+
+def _locate(store: Store, packs: Sequence[PackId]) -> list[PackReplicas]:
+    with ThreadPoolExecutor(_LOCATED_AT_ONCE, "weightyard-locate") as threads:
+        locations = list(threads.map(lambda pack: store.locate(layout.pack(pack)), packs))
+    return [
+        PackReplicas(
+            pack=pack.hex,
+            bytes=location.length,
+            replicas=[
+                ReplicaRecord(
+                    datanode=replica.datanode,
+                    host=replica.host,
+                    rack=replica.rack,
+                    state=replica.state,
+                )
+                for replica in dict.fromkeys(r for span in location.spans for r in span.replicas)
+            ],
+        )
+        for pack, location in zip(packs, locations, strict=True)
+    ]

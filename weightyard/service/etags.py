@@ -1,0 +1,60 @@
+"""ETags: what a client saw, so that it changes only that."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated
+
+from fastapi import Header
+
+from weightyard.errors import Refused
+from weightyard.transfer.catalogue import ANYTHING, Anything
+
+_TAG = re.compile(r'(?:W/)?"([\x21\x23-\x7e]{0,128})"')
+
+IfMatch = Annotated[
+    str | None, Header(max_length=200, description="Do it only if this is the ETag now")
+]
+IfNoneMatch = Annotated[
+    str | None, Header(max_length=200, description="`*`: only if there is nothing yet; or an ETag")
+]
+
+
+def quoted(tag: str) -> str:
+    return f'"{tag}"'
+
+
+def one_tag(header: str | None) -> str | None:
+    """The one ETag of an If-Match header. Raises Refused."""
+    if header is None:
+        return None
+    found = _TAG.fullmatch(header.strip())
+    if found is None or header.strip().startswith("W/"):
+        raise Refused("If-Match takes one ETag, as it was given")
+    return found[1]
+
+
+def alias_tag(number: int) -> str:
+    return f"v{number}"
+
+
+def expected_number(if_match: str | None, if_none_match: str | None) -> int | Anything | None:
+    """Where an alias is expected to be: a version, nowhere (None), or anywhere. Raises Refused."""
+    if if_none_match is not None:
+        if if_none_match.strip() != "*" or if_match is not None:
+            raise Refused("If-None-Match takes `*` here, and no If-Match beside it")
+        return None
+    tag = one_tag(if_match)
+    if tag is None:
+        return ANYTHING
+    if not re.fullmatch(r"v[1-9][0-9]{0,8}", tag, re.ASCII):
+        raise Refused('If-Match takes the ETag of the alias, such as "v3"')
+    return int(tag[1:])
+
+
+def is_same(if_none_match: str | None, tag: str) -> bool:
+    """Whether the client has what it asks for, and need not be sent it."""
+    if if_none_match is None:
+        return False
+    tags = {found[1] for found in _TAG.finditer(if_none_match)}
+    return if_none_match.strip() == "*" or tag in tags

@@ -1,0 +1,101 @@
+"""Events over REST: a stream that is picked up where it broke off."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Query, Request
+from starlette.responses import StreamingResponse
+
+from weightyard.errors import StoreUnavailable, YardError
+from weightyard.records import Event, Role
+from weightyard.service.auth import Caller, GuardedRoute, Principal, authenticate, needs
+from weightyard.service.paging import number_after
+from weightyard.service.problems import RESPONSES
+from weightyard.service.state import Service, Yard
+
+router = APIRouter(route_class=GuardedRoute, tags=["events"], responses=RESPONSES)
+
+_BATCH = 500
+_SIGN_OF_LIFE_S = 15.0
+_MAX_LISTENERS = 1000
+_LONGEST_S = 3600.0
+"""Then the stream ends, and the client comes back with the id of the last event it saw."""
+
+
+@router.get(
+    "/events",
+    response_class=StreamingResponse,
+    responses={
+        200: {
+            "description": "Server-sent events; `data` is an Event",
+            "content": {
+                "text/event-stream": {
+                    "schema": {"type": "string"},
+                    "example": 'id: 7\nevent: alias.moved\ndata: {"id": 7, "kind": …}\n\n',
+                }
+            },
+        }
+    },
+)
+@needs(Role.READ)
+async def listen(
+    yard: Yard,
+    caller: Caller,
+    request: Request,
+    last_event_id: Annotated[str | None, Header(max_length=30)] = None,
+    after: Annotated[
+        str | None, Query(max_length=30, description="As Last-Event-ID, for the first time")
+    ] = None,
+    for_s: Annotated[float, Query(ge=0, le=_LONGEST_S, description="End it then")] = _LONGEST_S,
+) -> StreamingResponse:
+    """What happens in the projects one may read, as it happens.
+
+    `Last-Event-ID` (or `after`) goes on after an event; without it the stream begins now.
+    """
+    last = number_after(last_event_id if last_event_id is not None else after)
+    if last is None:
+        last = await yard.ask(yard.registry.newest_event)
+    if yard.listeners >= _MAX_LISTENERS:
+        raise StoreUnavailable(f"{_MAX_LISTENERS} listen already: try another service")
+    stream = _stream(yard, caller, request, last, for_s)
+    return StreamingResponse(stream, media_type="text/event-stream")
+
+
+async def _stream(
+    yard: Service, caller: Principal, request: Request, last: int, for_s: float
+) -> AsyncIterator[str]:
+    clock = asyncio.get_running_loop().time
+    end = clock() + for_s
+    yard.listeners += 1
+    yard.metrics.listeners.set(yard.listeners)
+    try:
+        yield f"retry: 2000\n: weightyard, from {last}\n\n"
+        while True:
+            # All there is, seen or not by this caller, so that the next question is a short one.
+            newest = yard.wake.newest
+            found = await yard.ask(
+                yard.registry.events, last, projects=caller.projects, limit=_BATCH
+            )
+            for event in found:
+                last = event.id
+                yield _as_text(event)
+            if len(found) == _BATCH:
+                continue
+            last = max(last, newest)
+            if (left := end - clock()) <= 0 or yard.wake.is_over:
+                return
+            if not await yard.wake.later_than(last, min(left, _SIGN_OF_LIFE_S)):
+                yield ": still here\n\n"
+                caller = await authenticate(yard, request)  # it may have been revoked meanwhile
+    except YardError:
+        return  # the answer has begun: it ends here, and the client asks again
+    finally:
+        yard.listeners -= 1
+        yard.metrics.listeners.set(yard.listeners)
+
+
+def _as_text(event: Event) -> str:
+    return f"id: {event.id}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n"

@@ -1,0 +1,139 @@
+"""Sending a file: blocks are read a window at a time, one ahead, and go out as they are ready."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Mapping
+from contextlib import AbstractContextManager, aclosing
+from itertools import zip_longest
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from weightyard.errors import YardError
+from weightyard.format.block import MIB
+from weightyard.format.manifest import FileEntry, Manifest
+from weightyard.logs import Log
+from weightyard.service.ranges import Span
+from weightyard.service.state import Service
+from weightyard.transfer.plan import Wanted
+from weightyard.transfer.reader import Reader
+
+_log = Log(__name__)
+
+WINDOW_BYTES = 16 * MIB
+_SEND_BYTES = MIB
+_SEND_TIMEOUT_S = 60.0
+"""How long a client may take for one piece; after that it is not there any more."""
+
+_READ_THREADS = 4
+
+
+def wanted_in(
+    manifest: Manifest, file: FileEntry, span: Span, into: memoryview
+) -> Iterator[Wanted]:
+    """What of which block makes up a span of a file."""
+    at = 0
+    for extent in file.extents:
+        begin, end = max(span.start, at), min(span.end, at + extent.length)
+        if begin < end:
+            part = into[begin - span.start : end - span.start]
+            block = manifest.blocks[extent.block].id
+            yield Wanted(block, extent.offset + begin - at, part)
+        at += extent.length
+        if at >= span.end:
+            return
+
+
+class FileBody:
+    """Reads a span of a file; never more than two windows are in memory."""
+
+    def __init__(self, yard: Service, manifest: Manifest, file: FileEntry, span: Span) -> None:
+        self._yard = yard
+        self._manifest = manifest
+        self._file = file
+        self._reader = Reader(yard.store, yard.registry, threads=_READ_THREADS)
+        self._windows = [
+            Span(start, min(start + WINDOW_BYTES, span.end))
+            for start in range(span.start, span.end, WINDOW_BYTES)
+        ]
+
+    async def windows(self) -> AsyncGenerator[memoryview, None]:
+        """The bytes, window by window; the next is being read while one is used."""
+        ahead: asyncio.Task[memoryview] | None = None
+        try:
+            for window, following in zip_longest(self._windows, self._windows[1:]):
+                data = await (ahead or self._begin(window))
+                ahead = self._begin(following) if following is not None else None
+                yield data
+        finally:
+            if ahead is not None:
+                ahead.cancel()
+
+    def _begin(self, window: Span) -> asyncio.Task[memoryview]:
+        return asyncio.create_task(self._yard.move(self._read, window))
+
+    def _read(self, window: Span) -> memoryview:
+        into = memoryview(bytearray(window.length))
+        self._reader.read(wanted_in(self._manifest, self._file, window, into))
+        return into
+
+
+class SentFile(Response):
+    """A file's bytes as an answer. Begins only when the first of them are there.
+
+    So a version that cannot be read is a problem, not an answer that breaks off; one that breaks
+    off later is shorter than its Content-Length, which no client takes for whole.
+    """
+
+    def __init__(
+        self,
+        body: FileBody,
+        span: Span,
+        turn: AbstractContextManager[None],
+        yard: Service,
+        *,
+        status_code: int,
+        headers: Mapping[str, str],
+    ) -> None:
+        super().__init__(
+            None,
+            status_code,
+            {**headers, "Content-Length": str(span.length)},
+            "application/octet-stream",
+        )
+        self._body = body
+        self._turn = turn
+        self._sent = yard.metrics.bytes.labels("out")
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        start = {
+            "type": "http.response.start",
+            "status": self.status_code,
+            "headers": self.raw_headers,
+        }
+        begun = False
+        with self._turn:
+            try:
+                async with aclosing(self._body.windows()) as windows:
+                    async for window in windows:
+                        if not begun:
+                            await send(start)
+                            begun = True
+                        await self._send(window, send)
+            except (YardError, TimeoutError) as why:
+                if not begun:
+                    raise
+                # Nothing more can be said but by ending the connection short of its length.
+                _log.warning("file.broke_off", id=scope["weightyard.request_id"], reason=why)
+                return
+            if not begun:
+                await send(start)
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _send(self, window: memoryview, send: Send) -> None:
+        for at in range(0, len(window), _SEND_BYTES):
+            piece = bytes(window[at : at + _SEND_BYTES])
+            async with asyncio.timeout(_SEND_TIMEOUT_S):
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            self._sent.inc(len(piece))

@@ -1,0 +1,248 @@
+"""Uploads over REST: claims, packs and files, until a commit makes them a version."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Path, Request, Response
+
+from weightyard.errors import Retryable
+from weightyard.logs import Log
+from weightyard.names import AliasName, Digest, FilePath, PackId, Ref
+from weightyard.records import Publication, Role, Version
+from weightyard.registry.registry import LEASE_S, RegistryUpload
+from weightyard.registry.uploads import OpenUpload
+from weightyard.service.auth import Caller, GuardedRoute, Opened, Principal, needs
+from weightyard.service.etags import quoted
+from weightyard.service.paging import Named
+from weightyard.service.problems import RESPONSES
+from weightyard.service.receiving import (
+    assemble,
+    check_pack,
+    config_in,
+    min_replicas,
+    store_file,
+)
+from weightyard.service.spool import SpooledFile
+from weightyard.service.state import Service, Yard
+from weightyard.transfer.catalogue import ManifestFile
+from weightyard.transfer.publish import publish, read_manifest
+from weightyard.wire import (
+    BlockList,
+    Commit,
+    ManifestBegun,
+    OpenedUpload,
+    PackSteps,
+    Placed,
+    ReceivedFile,
+    placed,
+    placements_in,
+)
+
+_log = Log(__name__)
+
+router = APIRouter(route_class=GuardedRoute, tags=["uploads"], responses=RESPONSES)
+
+_BUFFER_BYTES = 1 << 20
+_HEARTBEAT_S = 60.0
+
+
+def _checked(caller: Principal, publication: Publication) -> Publication:
+    """Names in what a writer says are names, and of what it may see."""
+    if publication.alias is not None:
+        AliasName(publication.alias)
+    if publication.parent is not None:
+        caller.require_model(Role.READ, Ref.parse(publication.parent).model)
+    return publication
+
+
+def _handle(yard: Service, caller: Principal, opened: OpenUpload) -> RegistryUpload:
+    return yard.registry.resume_upload(opened.upload, opened.publication, reading=caller.reading)
+
+
+@router.post("/models/{project}/{name}/uploads", status_code=201)
+@needs(Role.WRITE)
+async def open_upload(
+    yard: Yard, caller: Caller, model: Named, body: Publication | None = None
+) -> OpenedUpload:
+    """Begin a version of a model, which need not exist yet. What is said here may be left out
+    at the commit."""
+    said = _checked(caller, body or Publication())
+    upload = await yard.ask(yard.registry.open_upload, model, said, who=caller.who)
+    return OpenedUpload(
+        id=upload.id.hex,
+        model=str(model),
+        lease_s=LEASE_S,
+        block_bytes=yard.bound.block_bytes,
+    )
+
+
+@router.post("/uploads/{upload}/claims")
+@needs(Role.WRITE)
+async def claim(yard: Yard, caller: Caller, opened: Opened, body: BlockList) -> Placed:
+    """Which of these blocks are in the store, of those one may read. They are kept for the
+    upload, and need not be written again."""
+    found = await yard.ask(_handle(yard, caller, opened).claim, body.ids())
+    return await yard.ask(placed, found)
+
+
+@router.post("/uploads/{upload}/packs", status_code=204)
+@needs(Role.WRITE)
+async def packs(yard: Yard, caller: Caller, opened: Opened, body: PackSteps) -> None:
+    """Say that packs are about to be written (`begin`), or that they are in the store (`add`).
+
+    What is said of a pack is held against the pack. May be repeated.
+    """
+    handle = _handle(yard, caller, opened)
+    replicas = min_replicas(yard, opened.publication)
+    for name in body.begin:
+        await yard.ask(handle.begin_pack, PackId(name))
+    for added in body.add:
+        pack = PackId(added.pack)
+        placements = await yard.ask(placements_in, added.pack, added.entries)
+        await yard.ask(check_pack, yard.store, pack, added.bytes, placements, replicas)
+        await yard.ask(handle.add_pack, pack, added.bytes, placements)
+
+
+@router.post("/uploads/{upload}/heartbeat", status_code=204)
+@needs(Role.WRITE)
+async def heartbeat(yard: Yard, caller: Caller, opened: Opened) -> None:
+    """Stay alive for another lease."""
+    await yard.ask(_handle(yard, caller, opened).heartbeat)
+
+
+@router.post("/uploads/{upload}/manifest", status_code=204)
+@needs(Role.WRITE)
+async def begin_manifest(yard: Yard, caller: Caller, opened: Opened, body: ManifestBegun) -> None:
+    """Say that a manifest is about to be written to the store."""
+    file = ManifestFile(Digest(body.digest), body.stored_bytes)
+    await yard.ask(_handle(yard, caller, opened).begin_manifest, file)
+
+
+@router.delete("/uploads/{upload}", status_code=204)
+@needs(Role.WRITE)
+async def abandon(yard: Yard, caller: Caller, opened: Opened) -> None:
+    """Give up: what only this upload held may be collected. May be repeated."""
+    await yard.ask(_handle(yard, caller, opened).abandon)
+
+
+@router.put(
+    "/uploads/{upload}/files/{path:path}",
+    openapi_extra={
+        "requestBody": {
+            "description": "The file, as it is",
+            "required": True,
+            "content": {"application/octet-stream": {"schema": {"type": "string"}}},
+        }
+    },
+)
+@needs(Role.WRITE)
+async def receive_file(
+    yard: Yard,
+    caller: Caller,
+    opened: Opened,
+    path: Annotated[str, Path(examples=["model.safetensors"])],
+    request: Request,
+) -> ReceivedFile:
+    """Send a file through the service, for those who cannot reach the store."""
+    name = FilePath.from_url(path)
+    handle = _handle(yard, caller, opened)
+    announced = request.headers.get("content-length", "")
+    expected = int(announced) if announced.isdecimal() and len(announced) < 19 else None
+    with yard.turnstile.passed(caller.who):
+        await yard.ask(handle.heartbeat)  # tells an upload that is over before its bytes are read
+        async with _kept_alive(yard, handle):
+            with yard.spool.open(expected) as file:
+                await _receive(yard, request, file)
+                return await yard.move(
+                    store_file, yard, handle, opened.publication, name, file.finish()
+                )
+
+
+async def _receive(yard: Service, request: Request, file: SpooledFile) -> None:
+    buffer = bytearray()
+    async for piece in request.stream():
+        buffer += piece
+        yard.metrics.bytes.labels("in").inc(len(piece))
+        if len(buffer) >= _BUFFER_BYTES:
+            await yard.ask(file.write, bytes(buffer))
+            buffer.clear()
+    await yard.ask(file.write, bytes(buffer))
+
+
+@asynccontextmanager
+async def _kept_alive(yard: Service, upload: RegistryUpload) -> AsyncIterator[None]:
+    async def beat() -> None:
+        while True:
+            await asyncio.sleep(_HEARTBEAT_S)
+            try:
+                await yard.ask(upload.heartbeat)
+            except Retryable as why:
+                _log.warning("upload.heartbeat_failed", upload=upload.id, reason=why)
+
+    task = asyncio.create_task(beat())
+    try:
+        yield
+    finally:
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@router.post("/uploads/{upload}/commit", status_code=201)
+@needs(Role.WRITE)
+async def commit(
+    yard: Yard,
+    caller: Caller,
+    opened: Opened,
+    response: Response,
+    body: Commit | None = None,
+    idempotency_key: Annotated[
+        str | None,
+        Header(
+            min_length=1,
+            max_length=128,
+            description="Repeating a commit with the same key gives the same version",
+        ),
+    ] = None,
+) -> Version:
+    """Make the version visible: all of it, or nothing. May be repeated with the same key."""
+    said = body or Commit()
+    publication = _checked(caller, said.publication or opened.publication)
+    handle = _handle(yard, caller, opened)
+    key = _own_key(caller, idempotency_key or opened.upload.hex)
+    if said.digest is not None:
+        version = await yard.move(_commit_written, yard, handle, said.digest, publication, key)
+    else:
+        version = await yard.move(_commit_received, yard, handle, publication, key)
+    response.headers["ETag"] = quoted(version.etag)
+    response.headers["Location"] = f"/api/v1/models/{version.model}/versions/{version.number}"
+    return version
+
+
+def _commit_written(
+    yard: Service, handle: RegistryUpload, digest: str, publication: Publication, key: str
+) -> Version:
+    """A version whose manifest the client wrote."""
+    manifest = read_manifest(yard.store, Digest(digest))
+    return handle.commit(Digest(digest), manifest, publication, key)
+
+
+def _commit_received(
+    yard: Service, handle: RegistryUpload, publication: Publication, key: str
+) -> Version:
+    """A version of the files the service received."""
+    if (done := handle.committed(key)) is not None:
+        return done
+    manifest = assemble(handle.received())
+    if publication.config is None:
+        publication = publication.model_copy(update={"config": config_in(yard, manifest)})
+    return publish(yard.store, handle, manifest, publication, key)
+
+
+def _own_key(caller: Principal, key: str) -> str:
+    """Keys of different callers never meet, so none learns of another's versions."""
+    return hashlib.sha256(f"{caller.who}\0{key}".encode("utf-8", "surrogatepass")).hexdigest()

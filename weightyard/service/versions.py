@@ -1,0 +1,131 @@
+"""Versions over REST: list, resolve, show, annotate, remove."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import APIRouter, Path, Query, Response
+
+from weightyard.names import Ref
+from weightyard.records import Cost, Role, Version
+from weightyard.service.auth import Caller, GuardedRoute, needs
+from weightyard.service.etags import IfMatch, IfNoneMatch, is_same, one_tag, quoted
+from weightyard.service.paging import After, Limit, Named, Number, number_after, page
+from weightyard.service.problems import RESPONSES
+from weightyard.service.state import Yard
+from weightyard.storage import layout
+from weightyard.wire import Annotation, Page
+
+router = APIRouter(
+    prefix="/models/{project}/{name}",
+    route_class=GuardedRoute,
+    tags=["versions"],
+    responses=RESPONSES,
+)
+
+
+@router.get("/versions")
+@needs(Role.READ)
+async def list_versions(
+    yard: Yard, model: Named, limit: Limit = 100, after: After = None
+) -> Page[Version]:
+    """The versions of a model, the newest first."""
+    found = await yard.ask(yard.registry.versions, model, before=number_after(after), limit=limit)
+    return page(found, limit, lambda version: version.number)
+
+
+@router.get("/resolve/{selector}")
+@needs(Role.READ)
+async def resolve(
+    yard: Yard,
+    model: Named,
+    selector: Annotated[str, Path(examples=["prod", "v3", "latest"])],
+    response: Response,
+) -> Version:
+    """The version a selector means now: an alias, `v3`, a digest, or `latest`."""
+    version = await yard.ask(yard.registry.resolve, Ref.parse(f"{model}@{selector}"))
+    response.headers["ETag"] = quoted(version.etag)
+    return version
+
+
+@router.get(
+    "/versions/{number}",
+    response_model=Version,
+    responses={304: {"description": "As the client has it"}},
+)
+@needs(Role.READ)
+async def show_version(
+    yard: Yard, model: Named, number: Number, response: Response, if_none_match: IfNoneMatch = None
+) -> Version | Response:
+    """One version. Its ETag goes into the If-Match of a change."""
+    version = await yard.ask(yard.registry.resolve, Ref(model, number))
+    if is_same(if_none_match, version.etag):
+        return Response(status_code=304, headers={"ETag": quoted(version.etag)})
+    response.headers["ETag"] = quoted(version.etag)
+    return version
+
+
+@router.patch("/versions/{number}")
+@needs(Role.WRITE)
+async def annotate(
+    yard: Yard,
+    caller: Caller,
+    model: Named,
+    number: Number,
+    body: Annotation,
+    response: Response,
+    if_match: IfMatch = None,
+) -> Version:
+    """Change a version's message, metrics, tags or metadata; its content never changes."""
+    version = await yard.ask(
+        yard.registry.annotate,
+        Ref(model, number),
+        body.changes(),
+        who=caller.who,
+        expect=one_tag(if_match),
+    )
+    response.headers["ETag"] = quoted(version.etag)
+    return version
+
+
+@router.delete("/versions/{number}")
+@needs(Role.ADMIN)
+async def remove(
+    yard: Yard,
+    caller: Caller,
+    model: Named,
+    number: Number,
+    reason: Annotated[str, Query(max_length=1000)] = "",
+) -> Version:
+    """Take a version out of sight; its bytes go when gc finds that nobody needs them."""
+    return await yard.ask(yard.registry.remove, Ref(model, number), who=caller.who, reason=reason)
+
+
+@router.get("/versions/{number}/cost")
+@needs(Role.READ)
+async def cost(
+    yard: Yard,
+    caller: Caller,
+    model: Named,
+    number: Number,
+    copies: Annotated[
+        int | None,
+        Query(ge=1, le=512, description="How often a pack is kept; left out: as the store does"),
+    ] = None,
+) -> Cost:
+    """What a version costs, what removing it would give back, and what it shares with whom."""
+    kept = copies or (await yard.ask(yard.store.stat, layout.YARD)).replication
+    found = await yard.ask(yard.registry.cost, Ref(model, number), copies=kept)
+    shared = {
+        ref: shared_bytes
+        for ref, shared_bytes in found.shared_with.items()
+        if caller.may_read(Ref.parse(ref).model)
+    }
+    return found.model_copy(update={"shared_with": shared})
+
+
+@router.post("/versions/{number}/used", status_code=204)
+@needs(Role.READ)
+async def mark_used(yard: Yard, model: Named, number: Number) -> None:
+    """Note that a version is being loaded, for retention by last use."""
+    await yard.ask(yard.registry.mark_used, Ref(model, number))

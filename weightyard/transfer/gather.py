@@ -1,0 +1,115 @@
+"""Gathering: what is to be pushed, found and split, before a byte of it is stored."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from weightyard.errors import NoSuchThing
+from weightyard.names import FilePath
+from weightyard.settings import Settings
+from weightyard.transfer.folder import folder_contents, split_sources
+from weightyard.transfer.source import Source
+from weightyard.transfer.writer import Content
+
+if TYPE_CHECKING:
+    from weightyard.storage.hdfs.tree import HdfsTree, TreeFile
+
+_MAX_CONFIG_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """Contents to push. A context manager: their sources are given up when it is left."""
+
+    contents: Sequence[Content]
+    close: Callable[[], None] = lambda: None
+
+    @property
+    def logical_bytes(self) -> int:
+        return sum(piece.raw_bytes for content in self.contents for piece in content.split.pieces)
+
+    @property
+    def config(self) -> dict[str, Any] | None:
+        """The model's config.json, if it has one that is a JSON object of a sensible size."""
+        for content in self.contents:
+            if [file.path for file in content.split.files] == ["config.json"]:
+                return _parsed(content.sources[0])
+        return None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def gather_files(
+    source: str | Path,
+    block_bytes: int,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] | None = None,
+    settings: Settings | None = None,
+) -> Gathered:
+    """The files of a folder, here or in HDFS, or one file. Raises NoSuchThing, NotAllowed."""
+
+    def wanted(path: FilePath) -> bool:
+        return is_wanted(path.text, include, exclude)
+
+    if not str(source).lower().startswith(("hdfs://", "viewfs://")):
+        return Gathered(folder_contents(Path(source), block_bytes, wanted))
+    from weightyard.storage.hdfs.tree import HdfsTree
+
+    tree = HdfsTree(str(source), settings)
+    try:
+        files = [file for file in tree.files() if wanted(file.path)]
+        if not files:
+            raise NoSuchThing(f"{source} has no file that fits")
+        contents = split_sources(
+            ((file.path, TreeSource(tree, file)) for file in files), block_bytes
+        )
+    except BaseException:
+        tree.close()
+        raise
+    return Gathered(contents, tree.close)
+
+
+def is_wanted(path: str, include: Sequence[str] | None, exclude: Sequence[str] | None) -> bool:
+    """Whether a path fits one of the patterns, or there are none, and fits no excluding one."""
+
+    def fits(patterns: Sequence[str]) -> bool:
+        return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+
+    return (not include or fits(include)) and not (exclude and fits(exclude))
+
+
+class TreeSource(Source):
+    """A file in HDFS, streamed: only what is being stored is in memory, and none on disk."""
+
+    def __init__(self, tree: HdfsTree, file: TreeFile) -> None:
+        self._tree = tree
+        self._file = file
+        self.length = file.length
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        self._tree.read_into(self._file, offset, into)
+
+
+def _parsed(source: Source) -> dict[str, Any] | None:
+    if source.length > _MAX_CONFIG_BYTES:
+        return None
+    try:
+        config = json.loads(source.read_at(0, source.length))
+    except (ValueError, RecursionError):
+        return None
+    return config if isinstance(config, dict) else None

@@ -1,0 +1,65 @@
+"""Previewing a push: what would be sent, without sending it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+from weightyard.format import manifest as manifests
+from weightyard.format.assembly import manifest_of
+from weightyard.format.block import block_id
+from weightyard.names import BlockId
+from weightyard.records import PushPlan, PushPlanFile
+from weightyard.transfer.catalogue import Placements
+from weightyard.transfer.source import piece_bytes
+from weightyard.transfer.writer import Content
+
+_BATCH_BLOCKS = 1024
+
+
+def preview(
+    contents: Sequence[Content],
+    catalogue: Placements,
+    progress: Callable[[int], None] = lambda done_bytes: None,
+) -> PushPlan:
+    """Which bytes the store has not. Reads and hashes everything; claims and writes nothing."""
+    cuts = [(piece, content.sources) for content in contents for piece in content.split.pieces]
+    with ThreadPoolExecutor(max(2, os.cpu_count() or 2), "weightyard-hash") as workers:
+        ids: list[BlockId] = []
+        for id, (piece, _) in zip(
+            workers.map(lambda cut: block_id(piece_bytes(*cut)), cuts), cuts, strict=True
+        ):
+            ids.append(id)
+            progress(piece.raw_bytes)
+    missing = _missing(catalogue, ids)
+    rest = iter(ids)
+    names = [[next(rest) for _ in content.split.pieces] for content in contents]
+    seen: set[BlockId] = set()
+    files = []
+    for content, blocks in zip(contents, names, strict=True):
+        new_bytes = 0
+        for block, piece in zip(blocks, content.split.pieces, strict=True):
+            if block in missing and block not in seen:
+                seen.add(block)
+                new_bytes += piece.raw_bytes
+        path = content.split.files[0].path if content.split.files else ""
+        total = sum(piece.raw_bytes for piece in content.split.pieces)
+        files.append(PushPlanFile(path=path, bytes=total, new_bytes=new_bytes))
+    digest, _ = manifests.encode(manifest_of([content.split for content in contents], names))
+    return PushPlan(
+        digest=digest.hex,
+        logical_bytes=sum(file.bytes for file in files),
+        new_bytes=sum(file.new_bytes for file in files),
+        blocks=len(set(ids)),
+        blocks_new=len(missing),
+        files=tuple(files),
+    )
+
+
+def _missing(catalogue: Placements, blocks: Sequence[BlockId]) -> set[BlockId]:
+    unique = list(dict.fromkeys(blocks))
+    missing = set(unique)
+    for start in range(0, len(unique), _BATCH_BLOCKS):
+        missing -= catalogue.placements(unique[start : start + _BATCH_BLOCKS]).keys()
+    return missing

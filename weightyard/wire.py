@@ -1,0 +1,225 @@
+"""What goes over HTTP besides the records: the bodies of requests, pages, and placements."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Generic, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from weightyard.errors import Refused
+from weightyard.format.pack import (
+    MAX_FOOTER_BYTES,
+    MAX_PACK_BYTES,
+    Placement,
+    entry_bytes,
+    read_entry,
+)
+from weightyard.names import BlockId, PackId
+from weightyard.records import Publication, Record, Role
+
+_T = TypeVar("_T")
+
+MAX_CLAIMED = 10_000
+"""Block ids in one request."""
+
+MAX_PACKS = 1000
+"""Packs in one request."""
+
+_HEX = r"^[0-9a-f]+$"
+HexBlock = Annotated[str, Field(min_length=64, max_length=64, pattern=_HEX, examples=["5f" * 32])]
+HexPack = Annotated[str, Field(min_length=32, max_length=32, pattern=_HEX, examples=["0a" * 16])]
+Entry = Annotated[str, Field(max_length=MAX_FOOTER_BYTES, description="Base64 of a pack's entry")]
+ShortText = Annotated[str, Field(max_length=1000)]
+
+
+class Body(BaseModel):
+    """What a request says. Unknown fields are refused: a typing error must not pass unnoticed."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Page(Record, Generic[_T]):
+    """Some of many. `next` goes into `after` to get what follows; None: that was all."""
+
+    items: list[_T]
+    next: str | None = None
+
+
+class ModelMade(Body):
+    """A model to make, without versions."""
+
+    name: str = Field(max_length=200, examples=["team/bert"])
+
+
+class Annotation(Body):
+    """What may change of a version. What is left out stays."""
+
+    message: str | None = Field(default=None, max_length=10_000)
+    metrics: dict[str, float] | None = Field(default=None, max_length=1000)
+    tags: dict[str, str] | None = Field(default=None, max_length=1000)
+    metadata: dict[str, Any] | None = None
+
+    def changes(self) -> dict[str, Any]:
+        return self.model_dump(exclude_none=True)
+
+
+class AliasTarget(Body):
+    """The version an alias should be on."""
+
+    version: int = Field(ge=1, le=999_999_999, examples=[3])
+    reason: ShortText = ""
+
+
+class Reason(Body):
+    """Why something is done, for the history."""
+
+    reason: ShortText = ""
+
+
+class TokenWanted(Body):
+    """A token to make."""
+
+    name: str = Field(max_length=96, examples=["nightly-ci"])
+    role: Role
+    projects: list[str] = Field(min_length=1, max_length=1000, examples=[["team"]])
+
+
+class Limits(Body):
+    """What a project may have. None: as much as it likes."""
+
+    stored_bytes: int | None = Field(default=None, ge=0, le=1 << 62)
+    versions: int | None = Field(default=None, ge=0, le=1 << 30)
+
+
+class OpenedUpload(Record):
+    """An upload that was begun."""
+
+    id: str = Field(examples=["0a" * 16])
+    model: str = Field(examples=["team/bert"])
+    lease_s: float = Field(description="It ends after so long without a sign of life")
+    block_bytes: int
+
+
+class BlockList(Body):
+    """Blocks by their ids."""
+
+    blocks: list[HexBlock] = Field(max_length=MAX_CLAIMED)
+
+    def ids(self) -> list[BlockId]:
+        return [BlockId(block) for block in self.blocks]
+
+
+class PackIndex(Record):
+    """Placements in one pack: its entries as docs/format.md gives them, in base64."""
+
+    pack: HexPack
+    entries: list[Entry] = Field(max_length=MAX_CLAIMED * 8)
+
+
+class Placed(Record):
+    """Where blocks lie, pack by pack. Blocks that lie nowhere are left out."""
+
+    packs: list[PackIndex]
+    next: str | None = None
+
+
+class AddedPack(Body):
+    """A pack that is published and durable, and what it holds."""
+
+    pack: HexPack
+    bytes: int = Field(ge=1, le=MAX_PACK_BYTES)
+    entries: list[Entry] = Field(max_length=MAX_CLAIMED * 8)
+
+
+class PackSteps(Body):
+    """Packs about to be written, and packs that were."""
+
+    begin: list[HexPack] = Field(default_factory=list, max_length=MAX_PACKS)
+    add: list[AddedPack] = Field(default_factory=list, max_length=MAX_PACKS)
+
+
+class ManifestBegun(Body):
+    """A manifest about to be written."""
+
+    digest: HexBlock
+    stored_bytes: int = Field(ge=1, le=1 << 30)
+
+
+class Commit(Body):
+    """Makes an upload a version.
+
+    `digest` names a manifest that was written to the store; without it, the version is made of
+    the files the service received. `publication` replaces what was said at the beginning.
+    """
+
+    digest: HexBlock | None = None
+    publication: Publication | None = None
+
+
+class ReceivedFile(Record):
+    """A file the service put into the store for an upload."""
+
+    path: str
+    bytes: int
+    new_bytes: int = Field(description="Raw bytes of blocks the store did not have")
+    stored_bytes: int = Field(description="Bytes of the packs written")
+
+
+class ReplicaRecord(Record):
+    """One copy of a pack's bytes."""
+
+    datanode: str
+    host: str
+    rack: str
+    state: str
+
+
+class PackReplicas(Record):
+    """Where the copies of a pack are."""
+
+    pack: HexPack
+    bytes: int
+    replicas: list[ReplicaRecord]
+
+
+def placed(placements: Mapping[BlockId, Sequence[Placement]]) -> Placed:
+    """Placements as they go over HTTP."""
+    packs: dict[PackId, list[str]] = {}
+    for found in placements.values():
+        for placement in found:
+            packs.setdefault(placement.pack, []).append(_to_base64(entry_bytes(placement)))
+    return Placed(
+        packs=[PackIndex(pack=pack.hex, entries=entries) for pack, entries in packs.items()]
+    )
+
+
+def placements_by_block(answer: Placed) -> dict[BlockId, list[Placement]]:
+    """What `placed` was given. Raises PackInvalid, Refused."""
+    found: dict[BlockId, list[Placement]] = {}
+    for index in answer.packs:
+        for placement in placements_in(index.pack, index.entries):
+            found.setdefault(placement.encoding.block, []).append(placement)
+    return found
+
+
+def placements_in(pack: str, entries: Iterable[str]) -> list[Placement]:
+    """The placements of one pack. Raises PackInvalid, Refused."""
+    found = []
+    for entry in entries:
+        try:
+            raw = base64.b64decode(entry, validate=True)
+        except (binascii.Error, ValueError):
+            raise Refused(f"pack {pack}: an entry is not base64") from None
+        found.append(read_entry(raw, PackId(pack)))
+    return found
+
+
+def entries_of(placements: Iterable[Placement]) -> list[str]:
+    return [_to_base64(entry_bytes(placement)) for placement in placements]
+
+
+def _to_base64(raw: bytes) -> str:
+    return base64.b64encode(raw).decode("ascii")
