@@ -79,7 +79,9 @@ class World:
             transport = httpx.ASGITransport(
                 self.app, raise_app_exceptions=False, client=(peer, 50000)
             )
-            async with httpx.AsyncClient(transport=transport, base_url=base) as client:
+            async with httpx.AsyncClient(
+                transport=transport, base_url=base, verify=False, trust_env=False
+            ) as client:
                 target = path if path.startswith("/") else f"{API}/{path}"
                 return await client.request(method, target, headers=given, **options)
 

@@ -58,8 +58,10 @@ class Annotation(Body):
     """What may change of a version. What is left out stays."""
 
     message: str | None = Field(default=None, max_length=10_000)
-    metrics: dict[str, float] | None = Field(default=None, max_length=1000)
-    tags: dict[str, str] | None = Field(default=None, max_length=1000)
+    metrics: dict[str, float] | None = Field(
+        default=None, max_length=1000, examples=[{"accuracy": 0.93}]
+    )
+    tags: dict[str, str] | None = Field(default=None, max_length=1000, examples=[{"task": "qa"}])
     metadata: dict[str, Any] | None = None
 
     def changes(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ BERT = "team/bert"
 
 @pytest.fixture
 def world(tmp_path: Path) -> Iterator[World]:
-    with make_world(f"sqlite:///{tmp_path}/registry.db", tmp_path) as made:
+    with make_world(tmp_path) as made:
         yield made
 
 

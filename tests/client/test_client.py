@@ -16,6 +16,7 @@ import pytest
 from cutting import Cutting
 from service_world import World, push, served
 
+import weightyard
 from weightyard.client.catalogue import HttpCatalogue
 from weightyard.client.connection import Connection
 from weightyard.errors import (
@@ -418,3 +419,20 @@ def test_two_services_on_one_database_are_one(world: World, url: str, tmp_path: 
             again.put_file(FilePath("b"), _file(world, b"two"))
             version = again.commit_files(Publication(message="both"), "k")
         assert (version.files, first.resolve(Ref(BERT))) == (2, version)
+
+
+def test_a_yard_opened_by_its_service_pushes_and_pulls(
+    world: World, url: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "w.bin").write_bytes(os.urandom(200_000))
+    (folder / "config.json").write_text('{"layers": 2}')
+    with weightyard.open(url, token=world.secrets["writer"]) as yard:
+        pushed = yard.push(folder, "team/bert", alias="prod", message="over http")
+        assert (pushed.author, pushed.structure["config"]) == ("writer", {"layers": 2})
+        yard.pull("team/bert@prod", tmp_path / "out")
+        again = yard.push(folder, "team/bert")
+        assert (again.new_bytes, again.number) == (0, 2)
+    for name in ("w.bin", "config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (folder / name).read_bytes()

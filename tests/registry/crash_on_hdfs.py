@@ -79,8 +79,10 @@ def count(config: dict[str, Any]) -> dict[str, list[Call]]:
     yard = Yard(config)
     yard.push(yard.store, 0)  # makes the model: that is done once
     pushing = yard.attempt(lambda store: yard.push(store, 1), None)
-    yard.litter(2)
-    return {"push": pushing, "gc": yard.attempt(yard.collect, None)}
+    for seed in (2, 3):  # the first gc has more to do than those to come
+        yard.litter(seed)
+        collecting = yard.attempt(yard.collect, None)
+    return {"push": pushing, "gc": collecting}
 
 
 def lose_answers(config: dict[str, Any], calls: dict[str, list[Call]]) -> list[str]:
@@ -104,11 +106,11 @@ def lose_answers(config: dict[str, Any], calls: dict[str, list[Call]]) -> list[s
 
 def be_killed(config: dict[str, Any], point: Point, seed: int) -> list[str]:
     yard = Yard(config)
-    if point.operation == "gc":
+    if point.operation == "gc":  # how many calls it has depends on what others left
         yard.litter(seed)
         yard.attempt(yard.collect, point)
-    else:
-        yard.attempt(lambda store: yard.push(store, seed), point)
+        return []
+    yard.attempt(lambda store: yard.push(store, seed), point)
     return [f"{point}: was not reached"]
 
 

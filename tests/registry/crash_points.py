@@ -38,6 +38,7 @@ from weightyard.testing.faults import Fault, FaultyStore
 
 LIMIT_S = 120
 MODES = ("before", "after", "kill")
+_LOOKS = ("stat", "list", "locate", "read")
 _WRITES = ("INSERT", "UPDATE", "DELETE")
 
 
@@ -392,13 +393,15 @@ def plan_points(calls: Mapping[str, Sequence[Call]], *, is_full: bool) -> list[P
 
     What happens inside a transaction is gone when it fails, wherever that was. So without
     `is_full` each transaction fails at its first, its last and some statement between, each in one
-    mode, one that only reads at a single one; every commit and every call on the store in all.
+    mode, one that only reads at a single one; every commit and every call on the store in all
+    (of a call that only looks, losing the answer is the same as failing).
     """
     chosen: list[tuple[str, Call, str]] = []
     for operation, seen in calls.items():
         for number, group in enumerate(transactions(seen)):
             if is_full or group[0][0] == "store":
-                chosen += [(operation, call, mode) for call in group for mode in MODES]
+                modes = MODES if is_full or group[0][2] not in _LOOKS else MODES[::2]
+                chosen += [(operation, call, mode) for call in group for mode in modes]
             elif not is_writing(group):
                 chosen.append((operation, group[number % len(group)], MODES[number % 3]))
             else:

@@ -41,12 +41,12 @@ def push(
 def read_back(registry: Registry, store: Store, version: Version) -> list[bytes]:
     """The contents of a version that was pushed by `push`."""
     manifest = read_manifest(store, Digest(version.digest))
-    contents = []
-    for tensor in manifest.tensors:
-        into = bytearray(tensor.shape[0])
-        for box in tensor.boxes:
-            Reader(store, registry, threads=1).read(
-                wanted_of(manifest, box.extents, memoryview(into))
-            )
-        contents.append(bytes(into))
-    return contents
+    contents = [bytearray(tensor.shape[0]) for tensor in manifest.tensors]
+    wanted = [
+        want
+        for tensor, into in zip(manifest.tensors, contents, strict=True)
+        for box in tensor.boxes
+        for want in wanted_of(manifest, box.extents, memoryview(into))
+    ]
+    Reader(store, registry, threads=1).read(wanted)
+    return [bytes(content) for content in contents]

@@ -30,8 +30,10 @@ from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
+from weightyard.storage.retry import RetryingStore
 from weightyard.storage.store import FileStat
 from weightyard.testing.cluster import MiniCluster
+from weightyard.testing.faults import Fault, FaultyStore
 
 AT_ONCE = GcOptions(grace_s=0, unsafe_grace=True)
 
@@ -120,6 +122,21 @@ def test_on_hdfs_lost_answers_go_unnoticed_and_killed_writers_and_collectors_lea
 @pytest.fixture
 def store(tmp_path: Path) -> LocalStore:
     return LocalStore(tmp_path / "store")
+
+
+def test_a_record_written_at_the_second_try_leaves_nothing_that_gc_does_not_find(
+    database: Database, store: LocalStore
+) -> None:
+    binding.bind(database, store)
+    registry = Registry(database)
+    push(registry, store, b"one")
+    lost = FaultyStore(store, {0: Fault.AFTER})
+    assert registry.flush_outbox(RetryingStore(lost))
+    assert lost.calls[:2] == ["stage", "stage"]
+    assert list(store.list(layout.STAGING)), "the first attempt is still there"
+    crash_world.age(database)
+    registry.gc(store, AT_ONCE)
+    assert list(store.list(layout.STAGING)) == []
 
 
 def test_an_empty_database_deletes_nothing_of_a_full_store(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tracemalloc
+from contextlib import ExitStack
 
 import httpx
 import msgspec
@@ -108,6 +109,18 @@ def test_a_large_file_passes_through_little_memory(
     tracemalloc.stop()
     assert digest.digest() == blake3(data).digest()
     assert peak < 20 * MIB
+
+
+def test_more_files_at_once_than_there_is_room_for_are_asked_to_wait(
+    world: World, data: bytes
+) -> None:
+    with ExitStack() as taken:
+        for _ in range(32):
+            taken.enter_context(world.service.turnstile.passed("reader"))
+        busy = world.call("GET", FILE, token="reader")
+        assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
+        assert world.call("GET", FILE, token="writer").content == data, "others are served"
+    assert world.call("GET", FILE, token="reader").content == data
 
 
 def test_damaged_bytes_are_a_problem_and_never_an_answer(world: World, data: bytes) -> None:

@@ -124,7 +124,7 @@ def test_no_hostile_name_gets_anywhere(world: World, url: str, template: str) ->
 
 
 @settings(
-    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(st.text(min_size=1, max_size=30))
 def test_any_text_as_a_path_is_refused_or_comes_back_as_it_was(world: World, text: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from service_world import World, push
 
@@ -214,6 +216,11 @@ def test_every_operation_is_documented_with_its_problem(world: World) -> None:
         for method, operation in operations.items():
             where = f"{method} {path}"
             assert operation["description"], where
+            declared = {one["name"] for one in operation.get("parameters", ())}
+            assert set(re.findall(r"{(\w+)}", path)) <= declared, where
+            for parameter in operation.get("parameters", ()):
+                if parameter["in"] == "path":
+                    assert parameter["schema"]["examples"], where
             assert "application/problem+json" in operation["responses"]["default"]["content"], where
     assert schema["paths"]["/api/v1/health"]["get"]["security"] == []
     assert schema["security"] == [{"token": []}]

@@ -22,12 +22,16 @@ LEASE_S = 900.0
 
 @contextmanager
 def small_files(database: Database, store: Store, chore: str) -> Iterator[UploadId]:
-    """An upload for files that need no rows of their own; forgotten when all went well."""
+    """An upload for files that need no rows of their own; forgotten when all went well.
+
+    A write that was tried again may have left its first attempt in staging: then the row stays,
+    and gc finds the file by it.
+    """
     upload = UploadId.new()
     database.write(lambda tx: open_chore(tx, upload, chore))
     yield upload
-    store.delete(layout.staging_folder(upload))
-    database.write(lambda tx: _forget(tx, upload))
+    is_empty = store.delete(layout.staging_folder(upload))
+    database.write(lambda tx: _forget(tx, upload) if is_empty else uploads.abandon(tx, upload))
 
 
 def open_chore(tx: Connection, upload: UploadId, chore: str) -> None:

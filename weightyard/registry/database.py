@@ -60,7 +60,7 @@ class Database:
     def __init__(self, url: str) -> None:
         try:
             self.url = make_url(url)
-        except exc.ArgumentError:  # its text has all of it, a password too
+        except (exc.ArgumentError, ValueError):  # its text has all of it, a password too
             raise BadSetting("the database's URL: use sqlite:///… or postgresql://…") from None
         if self.url.drivername == "postgresql":
             self.url = self.url.set(drivername="postgresql+psycopg")

@@ -144,7 +144,9 @@ class _Healing:
         if row is None:
             return True
         path = layout.manifest(digest)
+        options = FileOptions()
         try:
+            options = FileOptions(self._store.stat(path).replication)
             stored = read_good_manifest(self._store, digest) or self._aside(digest)
             self._set_aside(path)
         except FileMissing:
@@ -152,7 +154,7 @@ class _Healing:
         if stored is None:
             return False
         with small_files(self._database, self._store, "heal") as upload:
-            write_once(self._store, upload, path, stored)
+            write_once(self._store, upload, path, stored, options)
         self._database.write(
             partial(damage.unmark, table=schema.manifests, row_id=row.id, who=self._who)
         )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
-from fastapi import Depends, Request
+from fastapi import Depends, Path, Request
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.responses import Response
@@ -221,7 +221,8 @@ def principal_of(request: Request) -> Principal:
     return cast(Principal, request.state.principal)
 
 
-def upload_of(request: Request) -> OpenUpload:
+def upload_of(request: Request, upload: Annotated[str, Path(examples=["0a" * 16])]) -> OpenUpload:
+    """The upload a path names, which was looked up to see whose it is."""
     return cast(OpenUpload, request.state.upload)
 
 

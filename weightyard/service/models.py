@@ -9,7 +9,7 @@ from fastapi import APIRouter, Query
 from weightyard.names import ModelName
 from weightyard.records import Model, Quota, Retention, Role
 from weightyard.service.auth import Caller, GuardedRoute, needs
-from weightyard.service.paging import After, Limit, Named, page
+from weightyard.service.paging import After, Limit, Named, Project, page
 from weightyard.service.problems import RESPONSES
 from weightyard.service.state import Yard
 from weightyard.wire import Limits, ModelMade, Page
@@ -77,14 +77,14 @@ async def clear_retention(yard: Yard, caller: Caller, model: Named) -> None:
 
 @router.get("/quotas/{project}")
 @needs(Role.READ)
-async def show_quota(yard: Yard, project: str) -> Quota:
+async def show_quota(yard: Yard, project: Project) -> Quota:
     """What a project may have, and has."""
     return await yard.ask(yard.registry.quota, ModelName(project, "any").project)
 
 
 @router.put("/quotas/{project}")
 @needs(Role.ADMIN, everywhere=True)
-async def set_quota(yard: Yard, caller: Caller, project: str, body: Limits) -> Quota:
+async def set_quota(yard: Yard, caller: Caller, project: Project, body: Limits) -> Quota:
     """Limit what a project may have; a limit left out is lifted."""
     return await yard.ask(
         yard.registry.set_quota,

@@ -19,13 +19,11 @@ Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="How many at most")]
 After = Annotated[
     str | None, Query(max_length=200, description="The `next` of the page before, as it is")
 ]
+Project = Annotated[str, Path(examples=["team"])]
 Number = Annotated[int, Path(ge=1, le=999_999_999, examples=[3])]
 
 
-def model_name(
-    project: Annotated[str, Path(examples=["team"])],
-    name: Annotated[str, Path(examples=["bert"])],
-) -> ModelName:
+def model_name(project: Project, name: Annotated[str, Path(examples=["bert"])]) -> ModelName:
     return ModelName(project, name)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
+from typing import Annotated
+
+from fastapi import APIRouter, Path
 
 from weightyard.names import TokenName
 from weightyard.records import AuditEntry, NewToken, Role, Token
@@ -37,7 +39,9 @@ async def create_token(yard: Yard, caller: Caller, body: TokenWanted) -> NewToke
 
 @router.delete("/tokens/{token}")
 @needs(Role.ADMIN, everywhere=True)
-async def revoke_token(yard: Yard, caller: Caller, token: str) -> Token:
+async def revoke_token(
+    yard: Yard, caller: Caller, token: Annotated[str, Path(examples=["nightly-ci"])]
+) -> Token:
     """End a token, at once and for good."""
     return await yard.ask(yard.registry.revoke_token, TokenName(token), who=caller.who)
 

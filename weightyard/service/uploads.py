@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Path, Request, Response
+from fastapi import APIRouter, Body, Header, Path, Request, Response
+from fastapi.openapi.models import Example
 
 from weightyard.errors import Retryable
 from weightyard.logs import Log
@@ -47,6 +48,13 @@ _log = Log(__name__)
 
 router = APIRouter(route_class=GuardedRoute, tags=["uploads"], responses=RESPONSES)
 
+_PUBLICATIONS: dict[str, Example] = {
+    "with an alias": {
+        "value": {"message": "more data", "metrics": {"loss": 0.31}, "alias": "prod"}
+    },
+    "only after version 3": {"value": {"parent": "team/bert@v3", "expect_latest": 3}},
+}
+
 _BUFFER_BYTES = 1 << 20
 _HEARTBEAT_S = 60.0
 
@@ -67,7 +75,10 @@ def _handle(yard: Service, caller: Principal, opened: OpenUpload) -> RegistryUpl
 @router.post("/models/{project}/{name}/uploads", status_code=201)
 @needs(Role.WRITE)
 async def open_upload(
-    yard: Yard, caller: Caller, model: Named, body: Publication | None = None
+    yard: Yard,
+    caller: Caller,
+    model: Named,
+    body: Annotated[Publication | None, Body(openapi_examples=_PUBLICATIONS)] = None,
 ) -> OpenedUpload:
     """Begin a version of a model, which need not exist yet. What is said here may be left out
     at the commit."""
