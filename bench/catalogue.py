@@ -238,6 +238,7 @@ def plan_gc(url: str) -> dict[str, float]:
 
 
 def _plan_gc_here(url: str) -> None:
+    from weightyard.registry.collect import GcOptions
     from weightyard.storage.local import LocalStore
 
     with tempfile.TemporaryDirectory() as folder:
@@ -245,7 +246,9 @@ def _plan_gc_here(url: str) -> None:
         store.init()
         registry = Registry(Database(url), who="bench")
         before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        took_ms = _timed(lambda: registry.collect(store, dry_run=True, grace_s=0, embedded=True))
+        took_ms = _timed(
+            lambda: registry.gc(store, GcOptions(grace_s=0, embedded=True), dry_run=True)
+        )
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         row = {
             "gc plan ms": took_ms,
