@@ -388,28 +388,34 @@ def run_all(world: World, points: Sequence[Point], jobs: int) -> dict[str, Any]:
     return {"points": len(points), "judged": judged, "problems": problems}
 
 
-def plan_points(calls: Mapping[str, Sequence[Call]], *, is_full: bool) -> list[Point]:
-    """Where to fail: at every call in every mode, or at those that can make a difference.
+def plan_points(calls: Mapping[str, Sequence[Call]], extent: str) -> list[Point]:
+    """Where to fail: `full` is at every call in every mode; else where it can make a difference.
 
-    What happens inside a transaction is gone when it fails, wherever that was. So without
-    `is_full` each transaction fails at its first, its last and some statement between, each in one
-    mode, one that only reads at a single one; every commit and every call on the store in all
-    (of a call that only looks, losing the answer is the same as failing).
+    What happens inside a transaction is gone when it fails, wherever that was. So `usual` fails
+    each at its first, its last and some statement between, each in one mode, one that only reads
+    at a single one; every commit and every call on the store in all modes (of a call that only
+    looks, losing the answer is the same as failing). `short` is for a second database: what only
+    reads is left out, and so are calls on the store that fail; those are not its business.
     """
     chosen: list[tuple[str, Call, str]] = []
     for operation, seen in calls.items():
         for number, group in enumerate(transactions(seen)):
-            if is_full or group[0][0] == "store":
-                modes = MODES if is_full or group[0][2] not in _LOOKS else MODES[::2]
-                chosen += [(operation, call, mode) for call in group for mode in modes]
-            elif not is_writing(group):
-                chosen.append((operation, group[number % len(group)], MODES[number % 3]))
-            else:
+            is_store = group[0][0] == "store"
+            if extent == "full":
+                chosen += [(operation, call, mode) for call in group for mode in MODES]
+            elif is_store and extent == "short":
+                chosen.append((operation, group[0], "kill"))
+            elif is_store:
+                modes = MODES[::2] if group[0][2] in _LOOKS else MODES
+                chosen += [(operation, group[0], mode) for mode in modes]
+            elif is_writing(group):
                 *inside, commit = group
                 chosen.append((operation, inside[0], "before"))
                 chosen.append((operation, inside[number % len(inside)], "kill"))
                 chosen.append((operation, inside[-1], "after"))
                 chosen += [(operation, commit, mode) for mode in MODES]
+            elif extent == "usual":
+                chosen.append((operation, group[number % len(group)], MODES[number % 3]))
     return [Point(operation, *call, mode) for operation, call, mode in chosen]
 
 
@@ -450,7 +456,7 @@ def main() -> None:
     world.begin(jobs)
     calls = {operation: count_calls(world, operation) for operation in OPERATIONS}
     wanted = {name: calls[name] for name in config.get("operations", OPERATIONS)}
-    points = plan_points(wanted, is_full=config.get("is_full", False))
+    points = plan_points(wanted, config.get("extent", "usual"))
     if "pairs" in config:
         pairs = plan_pairs(calls)
         chosen = random.Random(config.get("seed", 0))
