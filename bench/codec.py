@@ -33,7 +33,6 @@ from weightyard.format.block import (
     DEFAULT_BLOCK_BYTES,
     Codec,
     Encoding,
-    aligned,
     block_id,
     segment_checksum,
 )
@@ -137,8 +136,7 @@ def trained_weights() -> np.ndarray | None:
 
 def laid_out(encoded: Encoded) -> tuple[Encoding, bytes]:
     """A block as its pack holds it."""
-    padded = (bytes(data).ljust(aligned(len(data)), b"\0") for data in encoded.segments)
-    return encoded.encoding, b"".join(padded)
+    return encoded.encoding, bytes(encoded.stored).ljust(encoded.stored_bytes, b"\0")
 
 
 def ways(data: Data) -> Iterable[Way]:

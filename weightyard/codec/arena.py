@@ -14,8 +14,8 @@ Bytes = NDArray[np.uint8]
 Words = NDArray[Any]
 """Unsigned little-endian integers of 2, 4 or 8 bytes."""
 
-ARENA_BYTES = 6 * CHUNK_BYTES
-"""Covers the deepest use: an XORed chunk and the half-words of fp64, split in three steps."""
+ARENA_BYTES = 8 * CHUNK_BYTES
+"""Covers the deepest use: an XORed chunk, its planes, and the half-words of fp64 in three steps."""
 
 _ALIGNMENT = 64
 

@@ -13,6 +13,7 @@ from weightyard.codec.frames import compress_plane, compress_text
 from weightyard.codec.planes import split
 from weightyard.errors import Refused, TooLarge
 from weightyard.format.block import (
+    ALIGNMENT,
     CHUNK_BYTES,
     KIB,
     MAX_BLOCK_BYTES,
@@ -22,6 +23,7 @@ from weightyard.format.block import (
     SegmentKind,
     aligned,
     block_id,
+    chunk_count,
     fold,
     segment_checksum,
 )
@@ -50,14 +52,22 @@ Compress = Callable[[memoryview], bytes]
 
 @dataclass(frozen=True)
 class Encoded:
-    """A block ready to be stored: its encoding and the bytes of its segments, not yet padded.
+    """A block ready to be stored: its encoding, and its bytes as they will lie in a pack.
 
-    Segments of a raw block are views of the memory that was encoded: keep it unchanged until they
-    are written.
+    Those of a raw block are the memory that was encoded: keep it unchanged until they are written.
     """
 
     encoding: Encoding
-    segments: tuple[bytes | memoryview, ...]
+    stored: memoryview
+    """The segments, each followed by its padding; that of the last may be missing."""
+
+    @property
+    def segments(self) -> tuple[memoryview, ...]:
+        """Each without its padding."""
+        return tuple(
+            self.stored[start : start + segment.stored_bytes]
+            for start, segment in zip(self.encoding.offsets, self.encoding.segments, strict=False)
+        )
 
     @property
     def stored_bytes(self) -> int:
@@ -117,40 +127,52 @@ def _encode(
     raw: Bytes, base: Bytes | None, hint: Codec, block: BlockId, base_id: BlockId | None
 ) -> Encoded:
     codec = hint if raw.size % hint.planes == 0 else Codec.ZSTD
-    stored = _try(codec, raw, base) if codec is not Codec.RAW else None
-    if stored is None:
-        codec = Codec.RAW
-        whole = raw if base is None else np.bitwise_xor(raw, base)
-        stored = [
-            (SegmentKind.RAW, whole[start : start + CHUNK_BYTES].data)
-            for start in range(0, raw.size, CHUNK_BYTES)
-        ]
-    segments = tuple(
-        Segment(kind, len(data), segment_checksum(data, block, index))
-        for index, (kind, data) in enumerate(stored)
-    )
-    encoding = Encoding(block, raw.size, codec, base_id, fold(raw.data), segments)
-    return Encoded(encoding, tuple(data for _, data in stored))
+    laid_out = _try(codec, raw, base) if codec is not Codec.RAW else None
+    if laid_out is None:
+        codec, laid_out = Codec.RAW, _as_it_is(raw if base is None else np.bitwise_xor(raw, base))
+    stored, kept = laid_out
+    segments, at = [], 0
+    for index, (kind, length) in enumerate(kept):
+        checksum = segment_checksum(stored[at : at + length].data, block, index)
+        segments.append(Segment(kind, length, checksum))
+        at += aligned(length)
+    encoding = Encoding(block, raw.size, codec, base_id, fold(raw.data), tuple(segments))
+    return Encoded(encoding, stored.data)
 
 
-_Stored = tuple[SegmentKind, bytes | memoryview]
+_LaidOut = tuple[Bytes, list[tuple[SegmentKind, int]]]
+"""The stored bytes of a block, and the kinds and lengths of the segments in them."""
 
 
-def _try(codec: Codec, raw: Bytes, base: Bytes | None) -> list[_Stored] | None:
-    """The segments of a block under a codec, or None if it is better left raw."""
+def _as_it_is(raw: Bytes) -> _LaidOut:
+    lengths = (min(CHUNK_BYTES, raw.size - start) for start in range(0, raw.size, CHUNK_BYTES))
+    return raw, [(SegmentKind.RAW, length) for length in lengths]
+
+
+def _try(codec: Codec, raw: Bytes, base: Bytes | None) -> _LaidOut | None:
+    """A block under a codec, or None if it is better left raw."""
+    arena.clear()
     compressors = [_choose(plane, codec) for plane in _planes(codec, _sample(raw, base))]
     if not any(compressors):
         return None
-    stored: list[_Stored] = []
+    # One large piece of memory: the system gives it in huge pages. Touching fresh memory segment by
+    # segment takes longer than splitting the planes.
+    stored = np.empty(raw.size + ALIGNMENT * codec.planes * chunk_count(raw.size), np.uint8)
+    kept: list[tuple[SegmentKind, int]] = []
+    end = 0
     for start in range(0, raw.size, CHUNK_BYTES):
+        arena.clear()
         chunk = raw[start : start + CHUNK_BYTES]
         if base is not None:
-            chunk = np.bitwise_xor(chunk, base[start : start + CHUNK_BYTES])
-        planes = _planes(codec, chunk)
-        stored += map(_store, planes, compressors)
-    if sum(aligned(len(data)) for _, data in stored) >= WORTH_ENCODING * raw.size:
-        return None
-    return stored
+            xor = arena.take(chunk.size, np.uint8)
+            chunk = np.bitwise_xor(chunk, base[start : start + CHUNK_BYTES], out=xor)
+        for plane, compress in zip(_planes(codec, chunk), compressors, strict=True):
+            kind, data = _store(plane, compress)
+            at, length, end = end, data.size, end + aligned(data.size)
+            stored[at : at + length] = data
+            stored[at + length : end] = 0
+            kept.append((kind, length))
+    return (stored[:end], kept) if end < WORTH_ENCODING * raw.size else None
 
 
 def _sample(raw: Bytes, base: Bytes | None) -> Bytes:
@@ -176,19 +198,19 @@ def _choose(sample: Bytes, codec: Codec) -> Compress | None:
 
 
 def _planes(codec: Codec, chunk: Bytes) -> list[Bytes]:
+    """In scratch memory, if they are not the chunk itself."""
     if codec is Codec.ZSTD:
         return [chunk]
-    planes = [np.empty(chunk.size // codec.planes, np.uint8) for _ in range(codec.planes)]
-    arena.clear()
+    planes = [arena.take(chunk.size // codec.planes, np.uint8) for _ in range(codec.planes)]
     split(codec, chunk, planes, arena)
     return planes
 
 
-def _store(plane: Bytes, compress: Compress | None) -> _Stored:
+def _store(plane: Bytes, compress: Compress | None) -> tuple[SegmentKind, Bytes]:
     if plane[0] == plane[-1] and plane.min() == plane.max():
-        return SegmentKind.CONSTANT, bytes(plane[:1])
+        return SegmentKind.CONSTANT, plane[:1]
     if compress is not None:
         frame = compress(plane.data)
         if len(frame) < WORTH_ENCODING * plane.size:
-            return SegmentKind.ZSTD, frame
-    return SegmentKind.RAW, plane.data
+            return SegmentKind.ZSTD, np.frombuffer(frame, np.uint8)
+    return SegmentKind.RAW, plane

@@ -282,7 +282,6 @@ class Writer:
 
 
 def _write_block(stage: Stage, block: codec.Encoded) -> None:
-    for segment in block.segments:
-        stage.write(segment)
-        if pad := padding(memoryview(segment).nbytes):
-            stage.write(pad)
+    stage.write(block.stored)
+    if pad := padding(block.stored.nbytes):
+        stage.write(pad)
