@@ -38,7 +38,7 @@ fmt: setup-dev ## format and fix what can be fixed
 bench: setup-bench ## measure against the peers; writes docs/benchmarks.md and bench/results.json
 	$(BIN)/python -m bench
 
-docker-test: setup-dev ## the store's contract against the compose cluster (needs a Docker engine)
+docker-test: setup-dev ## store and service on the compose cluster (needs a Docker engine)
 	$(BIN)/python docker/run_tests.py
 
 clean: ## remove .venv and caches of this folder

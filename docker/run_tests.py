@@ -1,48 +1,118 @@
-"""The store's contract against the compose cluster; exits with the tests' code.
+"""The store's contract and the service's story against the compose cluster; exits 0 if both hold.
 
-Builds the images, starts HDFS and PostgreSQL, runs the tests in a container on their network and
-takes everything down again, whatever happened. Needs a Docker engine with Compose, 1.29 or newer.
-Arguments go to pytest: run_tests.py -k publish
+Builds the images, starts HDFS, PostgreSQL and the service, runs the tests in containers on their
+networks and takes everything down again, whatever happened. Needs a Docker engine with Compose,
+1.29 or newer. Arguments go to pytest: run_tests.py -k publish
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from subprocess import DEVNULL, PIPE, CompletedProcess
+from typing import Any
 
 CONTRACT = "tests/storage/test_hdfs_store.py"
-SERVICES = ("namenode", "datanode1", "datanode2", "datanode3", "postgres")
-READY_CHECKS = (
-    ("namenode", "python", "docker/hdfs.py", "check"),
+STORES = ("namenode", "datanode1", "datanode2", "datanode3", "postgres")
+STORES_READY = (
+    ("namenode", "python", "docker/daemons.py", "check"),
     ("postgres", "pg_isready", "--quiet", "--username", "weightyard"),
 )
+SERVICE_READY = (
+    "weightyard",
+    *("python", "-c"),
+    "from urllib.request import urlopen; urlopen('http://127.0.0.1:8600/api/v1/ready', timeout=5)",
+)
 READY_TIMEOUT_S = 180
-TESTS_TIMEOUT_S = 900
+STEP_TIMEOUT_S = 300
+LONG_STEP_TIMEOUT_S = 1800
+RUN = ("run", "--rm", "-T")
 
 HERE = Path(__file__).parent
 
 
 def main(pytest_arguments: Sequence[str]) -> int:
-    compose = (*_compose(), "--file", str(HERE / "compose.yaml"), "--project-name", "weightyard")
-    # `tests` is in a profile of its own, so it is named: built and run, never just started.
-    subprocess.run((*compose, "build", "namenode", "tests"), check=True)
+    compose = Compose()
+    # What is in the profile `tests` is named here: built and run, never just started.
+    compose("build", "namenode", "weightyard", "tests", timeout_s=LONG_STEP_TIMEOUT_S)
     try:
-        subprocess.run((*compose, "up", "--detach", *SERVICES), check=True)
-        if not _wait_until_ready(compose):
-            subprocess.run((*compose, "logs", "--tail", "40"), check=False)
-            print(f"the cluster was not ready after {READY_TIMEOUT_S} s", file=sys.stderr)
-            return 1
-        tests = (*compose, "run", "--rm", "-T", "tests", CONTRACT, *pytest_arguments)
-        return subprocess.run(tests, check=False, timeout=TESTS_TIMEOUT_S).returncode
+        compose("up", "--detach", *STORES)
+        compose.wait_until_ready(*STORES_READY)
+        compose(*RUN, "tests", CONTRACT, *pytest_arguments, timeout_s=LONG_STEP_TIMEOUT_S)
+        tell_story(compose)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired, NotReady) as why:
+        print(f"failed: {why}", file=sys.stderr)
+        compose("logs", "--tail", "40")
+        return 1
     finally:
-        subprocess.run((*compose, "down", "--volumes", "--remove-orphans"), check=False)
+        compose("down", "--volumes", "--remove-orphans")
+    return 0
 
 
-def _compose() -> Sequence[str]:
-    """Compose v2 if Docker has it, else docker-compose."""
+def tell_story(compose: Compose) -> None:
+    """A model through the service, from outside HDFS and from inside, and over a restart."""
+    compose(*RUN, "weightyard", "init")
+    if compose.succeeds(*RUN, "weightyard", "serve", "--host", "0.0.0.0"):
+        raise NotReady("the service runs without a token, open to everyone")
+    secret = compose.output(
+        *RUN, "weightyard", "token", "create", "story", "--role", "admin", "--quiet"
+    )
+    # By the environment: command lines are for everyone to see.
+    compose.environment["WEIGHTYARD_TOKEN"] = secret
+    with_token = (*RUN, "-e", "WEIGHTYARD_TOKEN")
+    compose("up", "--detach", "weightyard")
+    compose.wait_until_ready(SERVICE_READY)
+    compose(*with_token, "outsider", "send")
+    compose(*with_token, "insider", "push")
+    compose("restart", "weightyard")
+    compose.wait_until_ready(SERVICE_READY)
+    compose(*with_token, "outsider", "again")
+
+
+class NotReady(Exception):
+    """Something did not become as it should be."""
+
+
+class Compose:
+    """Compose v2 if Docker has it, else docker-compose, on the project's file."""
+
+    def __init__(self) -> None:
+        self.environment = dict(os.environ)
+        file = str(HERE / "compose.yaml")
+        self._command = (*_installed(), "--file", file, "--project-name", "weightyard")
+
+    def __call__(self, *arguments: str, timeout_s: float = STEP_TIMEOUT_S) -> None:
+        self._subprocess(arguments, check=True, timeout=timeout_s)
+
+    def succeeds(self, *arguments: str) -> bool:
+        done = self._subprocess(
+            arguments, check=False, timeout=STEP_TIMEOUT_S, stdout=DEVNULL, stderr=DEVNULL
+        )
+        return done.returncode == 0
+
+    def output(self, *arguments: str) -> str:
+        done = self._subprocess(arguments, check=True, timeout=STEP_TIMEOUT_S, stdout=PIPE)
+        return done.stdout.decode().strip()
+
+    def wait_until_ready(self, *checks: Sequence[str]) -> None:
+        """Until each command succeeds in the service it begins with."""
+        give_up = time.monotonic() + READY_TIMEOUT_S
+        for service, *command in checks:
+            while not self.succeeds("exec", "-T", service, *command):
+                if time.monotonic() > give_up:
+                    raise NotReady(f"{service} was not ready after {READY_TIMEOUT_S} s")
+                time.sleep(1)
+
+    def _subprocess(self, arguments: Sequence[str], **options: Any) -> CompletedProcess[bytes]:
+        command = (*self._command, *arguments)
+        return subprocess.run(command, env=self.environment, **options)
+
+
+def _installed() -> Sequence[str]:
     for command in (("docker", "compose"), ("docker-compose",)):
         try:
             subprocess.run((*command, "version"), check=True, capture_output=True)
@@ -50,19 +120,6 @@ def _compose() -> Sequence[str]:
             continue
         return command
     sys.exit("neither `docker compose` nor `docker-compose` runs here")
-
-
-def _wait_until_ready(compose: Sequence[str]) -> bool:
-    waiting = list(READY_CHECKS)
-    give_up = time.monotonic() + READY_TIMEOUT_S
-    while waiting and time.monotonic() < give_up:
-        service, *command = waiting[0]
-        check = (*compose, "exec", "-T", service, *command)
-        if subprocess.run(check, check=False, capture_output=True).returncode == 0:
-            waiting.pop(0)
-        else:
-            time.sleep(1)
-    return not waiting
 
 
 if __name__ == "__main__":

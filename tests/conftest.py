@@ -112,10 +112,23 @@ def token_cluster() -> Iterator[MiniCluster]:
 
 
 @pytest.fixture(scope="session")
+def encrypted_cluster() -> Iterator[MiniCluster]:
+    """An HDFS whose DataNodes send nothing in the clear. One DataNode."""
+    with _own_cluster(racks=("a",), encrypt=True) as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
 def ha_cluster() -> Iterator[MiniCluster]:
     """An HDFS with two NameNodes. One DataNode."""
     with _own_cluster(racks=("a",), ha=True) as started:
         yield started
+
+
+@pytest.fixture(scope="session")
+def own_cluster() -> Callable[..., MiniCluster]:
+    """Makes mini clusters of other kinds, for tests that alone need them."""
+    return _own_cluster
 
 
 def _own_cluster(**options: Any) -> MiniCluster:

@@ -196,6 +196,12 @@ class TestSharedCluster:
         datanode.resume()
         cluster.wait_until_live(datanode)
 
+    def test_temporary_files_of_the_daemons_lie_in_the_folder_that_is_removed(
+        self, cluster: MiniCluster
+    ) -> None:
+        for daemon in (*cluster.namenodes, *cluster.datanodes):
+            assert list(daemon.folder.glob("jetty-*")), f"{daemon.name} has none of its own"
+
     def test_a_lone_namenode_cannot_fail_over(self, cluster: MiniCluster) -> None:
         with pytest.raises(ClusterFailed, match="ha=True"):
             cluster.fail_over()

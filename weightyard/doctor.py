@@ -24,8 +24,9 @@ from weightyard.errors import (
     YardError,
 )
 from weightyard.records import Record
-from weightyard.registry import binding, migrate, schema
+from weightyard.registry import binding, freshness, migrate, schema
 from weightyard.registry.database import Database, now_ms
+from weightyard.registry.schema import Dedup
 from weightyard.settings import Settings
 from weightyard.storage.local import LocalStore
 from weightyard.storage.opening import open_store
@@ -43,6 +44,12 @@ _SKEW_WARN_S, _SKEW_FAIL_S = 5.0, 240.0
 """Kerberos refuses at five minutes."""
 _LIMIT_S = 10.0
 _LITTLE_ROOM_BYTES = 1 << 30
+
+
+_DEDUP = {
+    Dedup.YARD: "equal content is stored once, of whichever projects it is",
+    Dedup.PROJECT: "equal content is stored once in each project, and none learns of another's",
+}
 
 
 class Finding(Record):
@@ -93,10 +100,15 @@ def _service(url: str, token: str | None, settings: Settings) -> Iterator[Findin
         yield _ok("service", f"{url} answers, and knows who is asking")
         yield _ok(
             "isolation",
-            "what you may see through the service is decided by your token; whoever can read "
-            f"{yard.store.url} reads every project",
+            "what you may see through the service is decided by your token; whoever can read its "
+            "store reads every project",
         )
-        yield from _store(yard.store, settings)
+        try:
+            store = yard.store
+        except YardError as why:
+            yield _warn("store", str(why), "push and pull go through the service; load needs it")
+            return
+        yield from _store(store, settings)
 
 
 def _store(store: Store, settings: Settings) -> Iterator[Finding]:
@@ -187,10 +199,10 @@ def _packs(condition: Condition) -> Iterator[Finding]:
             "packs/ is in an encryption zone: DataNodes hold ciphertext, so reads are not direct",
             "for direct reads keep the yard outside a zone",
         )
-    elif condition.settings.is_transfer_protected:
+    elif condition.is_transfer_protected():
         yield _warn(
             "encryption",
-            "the cluster protects transfers with SASL, so reads are not direct",
+            "the cluster protects transfers with SASL or encryption, so reads are not direct",
             "nothing to do; reads go through hdfs-native, slower",
         )
     else:
@@ -259,6 +271,9 @@ def _binding(store: Store, settings: Settings) -> Iterator[Finding]:
         bound = binding.bind(database, store)
         said = f"registry {bound.registry_id} and yard {bound.yard_id} belong together"
         yield _ok("binding", said)
+        yield _ok("dedup", _DEDUP[bound.dedup])
+        freshness.require_newest(database, store)
+        yield _ok("freshness", "the database knows of all that is in the store's journal")
 
 
 @contextmanager

@@ -30,12 +30,15 @@ YardError
 │   ├── StoreFull             quota or disk is used up
 │   ├── Unsupported           this store cannot do that
 │   ├── NoSuchThing           no model, version, alias, token or file so named
+│   ├── NotOnNode             working offline, and it is not on this node
 │   ├── Protected             an alias, a dependant or a lease holds it
 │   ├── QuotaExceeded         the project's quota is used up
 │   ├── ForeignStore          the store belongs to another registry
 │   ├── SchemaUnknown         the database's schema is not this weightyard's
 │   ├── BadSetting            a setting or option that does not fit
+│   ├── DoesNotFit            weights and the module they are for have other keys or shapes
 │   └── ClusterFailed         the test cluster did not start
+├── Cancelled                 the caller gave up; nothing is wrong
 └── Bug                       report it
 
 Each class has a `code`: stable, lower case, never reused. It is what REST problems, exit codes
@@ -44,6 +47,7 @@ and logs show; the message is for people and may change.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 
@@ -253,6 +257,12 @@ class NoSuchThing(Refused):
     code = "no-such-thing"
 
 
+class NotOnNode(Refused):
+    """The work is offline, and what is asked for is not on this node."""
+
+    code = "not-on-node"
+
+
 class Protected(Refused):
     """An alias, a dependant or a lease holds it; the message says which."""
 
@@ -283,10 +293,28 @@ class BadSetting(Refused):
     code = "bad-setting"
 
 
+class DoesNotFit(Refused):
+    """Weights and the module they are for have other keys or shapes; nothing was read."""
+
+    code = "does-not-fit"
+
+    def __init__(self, message: str, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+        self.unexpected = tuple(unexpected)
+
+
 class ClusterFailed(Refused):
     """The test cluster did not start; the message ends with the log that says why."""
 
     code = "cluster-failed"
+
+
+class Cancelled(YardError):
+    """The caller ended the call before it was done. What was to be filled is undefined."""
+
+    code = "cancelled"
+    exit_code = 130
 
 
 class Bug(YardError):

@@ -168,6 +168,26 @@ LIES: dict[str, tuple[Change, str]] = {
     "tensors not in order": (lambda m: m["tensors"].reverse(), "not in order|repeated"),
     "tensor of no file": (tensor("norm.weight", file=2), "no file 2"),
     "tensor of a negative file": (tensor("big", file=-1), "file"),
+    "tensor of a file with bytes of another file": (
+        box("norm.weight", 0, extents=[[0, 0, 64]]),
+        "bytes that its file has not",
+    ),
+    "tensor of a file with a block of its own": (
+        lambda m: (
+            box("norm.weight", 0, extents=[[len(m["blocks"]), 0, 64]])(m),
+            m["blocks"].append(["f" * 64, 64]),
+        ),
+        "bytes that its file has not",
+    ),
+    "tensor of a file that goes on where the file does not": (
+        lambda m: (
+            file(0, extents=[[0, 0, 699], [0, 0, 1]])(m),
+            m["tensors"][-2].update(file=0),
+            box("norm.bias", 0, extents=[[0, 636, 64]])(m),
+            m["tensors"].insert(3, m["tensors"].pop(-2)),
+        ),
+        "bytes that its file has not",
+    ),
     "dtype unknown": (tensor("step", dtype="I65"), "Invalid enum value"),
     "dtype of another size": (tensor("step", dtype="I32"), "its extents have 8"),
     "rank over the bound": (tensor("step", shape=[1] * 65), "length <= 64"),
@@ -276,10 +296,12 @@ def test_20000_tensors_and_a_million_extents_are_no_trouble() -> None:
         )
         for i in range(20_000)
     )
+    whole = tuple(Extent(i, 0, 16 * MIB) for i in range(10_000))
     many = tuple(Extent(i % 10_000, 16 * (i // 10_000), 16) for i in range(1_000_000))
+    model = FileEntry("model", 160_000 * MIB, "safetensors", whole)
     for extents, limit_s in ((many[:10_000], 1.0), (many, 4.0)):
-        file = FileEntry("model", 16 * len(extents), "plain", extents)
-        digest, data = encode(Manifest(1, 16 * MIB, blocks, (file,), tensors))
+        other = FileEntry("other", 16 * len(extents), "plain", extents)
+        digest, data = encode(Manifest(1, 16 * MIB, blocks, (model, other), tensors))
         start = time.process_time()
         decode(data, digest)
         assert time.process_time() - start < limit_s

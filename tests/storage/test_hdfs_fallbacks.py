@@ -130,7 +130,7 @@ def test_an_erasure_coded_file_is_read_another_way(cluster: MiniCluster, store: 
     assert [span.access for span in location.spans] == [None] * len(location.spans)
     wanted = reads()
     served = store.read(location, wanted)
-    assert served.path in (ReadPath.NATIVE, ReadPath.WEBHDFS)
+    assert served.path == ReadPath.NATIVE
     assert_filled(wanted)
 
 

@@ -63,6 +63,13 @@ class TestHdfsStoreWithBlockTokens(StoreContract):
             yield store
 
 
+class TestHdfsStoreWithEncryptedTransfer(StoreContract):
+    @pytest.fixture
+    def store(self, encrypted_cluster: MiniCluster) -> Iterator[Store]:
+        with opened(encrypted_cluster) as store:
+            yield store
+
+
 class TestHdfsStoreWithTwoNameNodes(StoreContract):
     @pytest.fixture
     def store(self, ha_cluster: MiniCluster) -> Iterator[Store]:

@@ -17,6 +17,7 @@ from weightyard.errors import (
 )
 from weightyard.names import PackId, UploadId
 from weightyard.storage import layout
+from weightyard.storage.cancel import Cancel
 from weightyard.storage.limit import AdaptiveLimit, LimitedStore, Rate
 from weightyard.storage.local import LocalStore
 from weightyard.storage.retry import Retry, RetryingStore
@@ -130,10 +131,11 @@ class _OneAnswer(FaultyStore):
         *,
         replica: Replica | None = None,
         timeout_s: float | None = None,
+        cancel: Cancel | None = None,
     ) -> Served:
         if self._errors:
             raise self._errors.pop(0)
-        return super().read(location, reads, replica=replica, timeout_s=timeout_s)
+        return super().read(location, reads, replica=replica, timeout_s=timeout_s, cancel=cancel)
 
 
 def test_a_stale_location_is_looked_up_once_more(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ It has one form only: the same content is the same JSON, byte for byte, and so h
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 from typing import Annotated, TypeAlias
 
 import msgspec
@@ -229,6 +230,27 @@ class _BlockCursor:
             raise ManifestInvalid(f"block {self._seen} is not used")
 
 
+class _FileRuns:
+    """The runs of blocks a file consists of: a tensor of the file is made of nothing else."""
+
+    def __init__(self, file: FileEntry) -> None:
+        by_block: dict[int, list[tuple[int, int]]] = {}
+        for extent in file.extents:
+            run = (extent.offset, extent.offset + extent.length)
+            by_block.setdefault(extent.block, []).append(run)
+        # By their starts, each with the furthest end of those up to it: runs may overlap.
+        self._by_block = {
+            block: list(accumulate(sorted(runs), lambda one, two: (two[0], max(one[1], two[1]))))
+            for block, runs in by_block.items()
+        }
+
+    def hold(self, extent: Extent) -> bool:
+        """Whether an extent lies inside one of the runs."""
+        runs = self._by_block.get(extent.block, [])
+        before = bisect_right(runs, (extent.offset, MAX_INT))
+        return before > 0 and extent.offset + extent.length <= runs[before - 1][1]
+
+
 def _check_files(files: Sequence[FileEntry], cursor: _BlockCursor) -> None:
     for before, after in pairwise(files):
         if before.path >= after.path:
@@ -251,6 +273,7 @@ def _check_tensors(manifest: Manifest, cursor: _BlockCursor) -> None:
     corners_left = MAX_CORNERS
     by_name: dict[str, TensorEntry] = {}
     last = (-2, "")
+    runs: _FileRuns | None = None
     for tensor in manifest.tensors:
         where = f"tensor {tensor.name[:80]!a}"
         if not is_tensor_name(tensor.name):
@@ -262,6 +285,7 @@ def _check_tensors(manifest: Manifest, cursor: _BlockCursor) -> None:
             raise ManifestInvalid(f"{where}: repeated or not in order")
         if file != last[0]:
             by_name.clear()
+            runs = None if tensor.file is None else _FileRuns(manifest.files[file])
         last = (file, tensor.name)
         by_name[tensor.name] = tensor
         try:
@@ -272,6 +296,8 @@ def _check_tensors(manifest: Manifest, cursor: _BlockCursor) -> None:
         corners_left -= check_cover(tensor, size, corners_left, where)
         for box, length in zip(tensor.boxes, lengths, strict=True):
             cursor.walk(box.extents, length, where)
+            if runs is not None and not all(map(runs.hold, box.extents)):
+                raise ManifestInvalid(f"{where}: it has bytes that its file has not")
         if tensor.tied is not None:
             _check_tied(tensor, by_name.get(tensor.tied), where)
 

@@ -1,4 +1,4 @@
-"""A point in time by which a call must be done, handed down instead of many time-outs."""
+"""How long a call may go on, handed down instead of many time-outs."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from weightyard.errors import DeadlineExceeded
+from weightyard.storage.cancel import Cancel
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,14 +17,18 @@ class Deadline:
 
     at: float
     """On time.monotonic's clock."""
+    cancel: Cancel | None = None
+    """With which the caller may end it sooner."""
 
     @classmethod
-    def after(cls, seconds: float | None) -> Self:
+    def after(cls, seconds: float | None, cancel: Cancel | None = None) -> Self:
         """None: never."""
-        return cls(math.inf if seconds is None else time.monotonic() + seconds)
+        return cls(math.inf if seconds is None else time.monotonic() + seconds, cancel)
 
     def left(self, doing: str) -> float:
-        """Seconds left, more than 0. Raises DeadlineExceeded, saying what was being done."""
+        """Seconds left, more than 0. Raises DeadlineExceeded or Cancelled, saying at what."""
+        if self.cancel is not None:
+            self.cancel.check(doing)
         left = self.at - time.monotonic()
         if left <= 0:
             raise DeadlineExceeded(f"no time left while {doing}")

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing_extensions import Buffer
 
 from weightyard.errors import DeadlineExceeded, Retryable
+from weightyard.storage.cancel import Cancel
 from weightyard.storage.store import (
     FileOptions,
     FileStat,
@@ -186,10 +187,13 @@ class LimitedStore(Store):
         *,
         replica: Replica | None = None,
         timeout_s: float | None = None,
+        cancel: Cancel | None = None,
     ) -> Served:
         amount = sum(len(wanted.into) for wanted in reads)
         with _moving(amount, self._reads, self._rate, timeout_s):
-            return self._store.read(location, reads, replica=replica, timeout_s=timeout_s)
+            return self._store.read(
+                location, reads, replica=replica, timeout_s=timeout_s, cancel=cancel
+            )
 
     def delete(self, path: StorePath) -> bool:
         return self._store.delete(path)

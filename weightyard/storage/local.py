@@ -24,6 +24,7 @@ from weightyard.errors import (
 )
 from weightyard.logs import Log
 from weightyard.storage import layout
+from weightyard.storage.cancel import Cancel
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.store import (
     FileOptions,
@@ -137,8 +138,9 @@ class LocalStore(Store):
         *,
         replica: Replica | None = None,
         timeout_s: float | None = None,
+        cancel: Cancel | None = None,
     ) -> Served:
-        deadline = Deadline.after(timeout_s)
+        deadline = Deadline.after(timeout_s, cancel)
         with _translated(location.path):
             file = os.open(self._at(location.path), os.O_RDONLY | os.O_CLOEXEC)
             try:

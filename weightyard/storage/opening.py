@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 from weightyard.errors import BadSetting
@@ -12,13 +13,24 @@ from weightyard.storage.local import LocalStore
 from weightyard.storage.retry import Retry, RetryingStore
 from weightyard.storage.store import Store
 
+if TYPE_CHECKING:
+    from weightyard.storage.hdfs.namenode import Locator
+
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE | re.ASCII)
 
 
-def open_store(url: str | None = None, settings: Settings | None = None) -> Store:
+def open_store(
+    url: str | None = None,
+    settings: Settings | None = None,
+    *,
+    patient: bool = True,
+    locator: Locator | None = None,
+) -> Store:
     """The store at a folder's path, `file://…`, `hdfs://…` or `viewfs://…`.
 
     Without a URL: what WEIGHTYARD_STORE says, else the folder `store` below WEIGHTYARD_HOME.
+    A store that is not `patient` tries nothing twice. `locator`: whom to ask where files of an
+    HDFS lie, instead of its NameNode.
     Raises BadSetting for a URL it cannot make sense of.
     """
     settings = settings or Settings()
@@ -35,6 +47,7 @@ def open_store(url: str | None = None, settings: Settings | None = None) -> Stor
         case "hdfs" | "viewfs":
             from weightyard.storage.hdfs.store import HdfsStore  # its clients are slow to import
 
-            return RetryingStore(HdfsStore(url, settings), Retry(deadline_s=settings.deadline_s))
+            store = HdfsStore(url, settings, locator=locator)
+            return RetryingStore(store, Retry(settings.deadline_s)) if patient else store
         case other:
             raise BadSetting(f"{url}: {other}:// is not a store; use a folder, file:// or hdfs://")

@@ -21,6 +21,7 @@ from weightyard.errors import (
 )
 from weightyard.logs import Log
 from weightyard.storage import layout
+from weightyard.storage.cancel import Cancel
 from weightyard.storage.store import (
     FileOptions,
     FileStat,
@@ -127,16 +128,19 @@ class RetryingStore(Store):
         *,
         replica: Replica | None = None,
         timeout_s: float | None = None,
+        cancel: Cancel | None = None,
     ) -> Served:
         """As the store's. With a replica named its failure is raised: the next is the caller's."""
         if replica is not None:
-            return self._store.read(location, reads, replica=replica, timeout_s=timeout_s)
+            return self._store.read(
+                location, reads, replica=replica, timeout_s=timeout_s, cancel=cancel
+            )
         current = location
 
         def attempt() -> Served:
             nonlocal current
             try:
-                return self._store.read(current, reads, timeout_s=timeout_s)
+                return self._store.read(current, reads, timeout_s=timeout_s, cancel=cancel)
             except (StaleLocation, DataNodeFailed):
                 current = self._store.locate(location.path)
                 raise

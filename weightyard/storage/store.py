@@ -12,7 +12,9 @@ from typing import Any, Self
 
 from typing_extensions import Buffer
 
+from weightyard.closing import Closing
 from weightyard.errors import InvalidName
+from weightyard.storage.cancel import Cancel
 
 _PATH_PART = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,199}", re.ASCII)
 
@@ -171,7 +173,7 @@ class Stage(ABC):
         self.abort()  # does nothing after close
 
 
-class Store(ABC):
+class Store(Closing):
     """Immutable files, written once. Thread-safe.
 
     Call order: init once → stage → publish → locate → read; publish may race. Every method may
@@ -226,13 +228,14 @@ class Store(ABC):
         *,
         replica: Replica | None = None,
         timeout_s: float | None = None,
+        cancel: Cancel | None = None,
     ) -> Served:
         """Fill every buffer, from the replica named, or from any if none is.
 
         With a replica named, all reads lie in spans it holds, and only it is asked: its failure
         is DataNodeFailed, so that the caller can choose the next. Raises StaleLocation (locate
-        again), FileMissing, TooLarge (a read past the end). After an error the buffers' content
-        is undefined.
+        again), FileMissing, TooLarge (a read past the end), Cancelled (by `cancel`, from another
+        thread). After an error the buffers' content is undefined, and no more is written to them.
         """
 
     @abstractmethod
@@ -252,14 +255,3 @@ class Store(ABC):
     @abstractmethod
     def close(self) -> None:
         """Give up connections and threads. Idempotent; the store is not used afterwards."""
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.close()

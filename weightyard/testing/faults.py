@@ -10,6 +10,7 @@ from typing import TypeVar
 from typing_extensions import Buffer
 
 from weightyard.errors import StoreUnavailable
+from weightyard.storage.cancel import Cancel
 from weightyard.storage.store import (
     FileOptions,
     FileStat,
@@ -96,10 +97,13 @@ class FaultyStore(Store):
         *,
         replica: Replica | None = None,
         timeout_s: float | None = None,
+        cancel: Cancel | None = None,
     ) -> Served:
         return self.call(
             "read",
-            lambda: self._store.read(location, reads, replica=replica, timeout_s=timeout_s),
+            lambda: self._store.read(
+                location, reads, replica=replica, timeout_s=timeout_s, cancel=cancel
+            ),
         )
 
     def delete(self, path: StorePath) -> bool:

@@ -17,13 +17,15 @@ from collections.abc import Iterator
 import pytest
 from typing_extensions import Buffer
 
-from weightyard.errors import AlreadyThere, FileMissing, TooLarge, Unsupported
+from weightyard.errors import AlreadyThere, Cancelled, FileMissing, TooLarge, Unsupported
 from weightyard.names import Digest, PackId, UploadId
 from weightyard.storage import layout
+from weightyard.storage.cancel import Cancel
 from weightyard.storage.store import (
     FileOptions,
     Location,
     Read,
+    ReadPath,
     StagedFile,
     Store,
     StorePath,
@@ -164,7 +166,8 @@ class StoreContract:
             out = bytearray(len(_BYTES))
             served = ready.read(location, [Read(0, memoryview(out))], replica=replica, timeout_s=30)
             assert out == _BYTES
-            assert served.replica == replica
+            if served.path in (ReadPath.LOCAL, ReadPath.DIRECT):  # others choose for themselves
+                assert served.replica == replica
 
     def test_reads_from_many_threads_do_not_mix(self, ready: Store) -> None:
         path = put(ready, _BYTES)
@@ -190,6 +193,21 @@ class StoreContract:
         location = ready.locate(put(ready, b"abc"))
         with pytest.raises(TooLarge):
             ready.read(location, [Read(1, memoryview(bytearray(3)))])
+
+    def test_a_read_that_is_cancelled_says_so_and_fills_nothing(self, ready: Store) -> None:
+        location = ready.locate(put(ready, _BYTES))
+        cancel = Cancel()
+        out = bytearray(len(_BYTES))
+        ready.read(location, [Read(0, memoryview(out))], cancel=cancel)
+        assert out == _BYTES, "whoever may cancel need not"
+        cancel.cancel()
+        out = bytearray(len(_BYTES))
+        for replica in (None, location.spans[0].replicas[0]):
+            with pytest.raises(Cancelled):
+                ready.read(location, [Read(0, memoryview(out))], replica=replica, cancel=cancel)
+        assert out == bytes(len(_BYTES))
+        ready.read(location, [Read(0, memoryview(out))])
+        assert out == _BYTES, "the store goes on"
 
     def test_a_missing_file_is_missing_for_every_call(self, ready: Store) -> None:
         path = layout.pack(PackId.new())

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import closing
 from dataclasses import dataclass
 
-from weightyard.errors import FileMissing
+from weightyard.errors import FileMissing, Unsupported
 from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.deadline import Deadline
@@ -22,6 +22,7 @@ class FolderCondition:
     group: str
     mode: int
     is_encrypted: bool
+    """It lies in an encryption zone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,19 @@ class Condition:
         with closing(NameNode(self._cluster)) as namenode:
             is_encrypted = namenode.is_encrypted(layout.PACKS, Deadline.after(self._limit_s))
         return FolderCondition(status.owner, status.group, status.permission & 0o777, is_encrypted)
+
+    def is_transfer_protected(self) -> bool:
+        """Whether the configuration or the NameNode, asked by WebHDFS, wants transfers protected.
+
+        SASL without encryption (`dfs.data.transfer.protection`) only the configuration tells.
+        """
+        if self._cluster.is_transfer_protected:
+            return True
+        with closing(NameNode(self._cluster)) as namenode:
+            try:
+                return namenode.is_transfer_encrypted(Deadline.after(self._limit_s))
+            except Unsupported:  # a gateway, or Hadoop before 3.1
+                return False
 
     def clock_s(self) -> float:
         """The NameNode's clock, to a second, asked by WebHDFS."""

@@ -12,9 +12,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
 from weightyard.errors import DataNodeFailed, StaleLocation, TooLarge, Unsupported
+from weightyard.storage.cancel import Cancel, ended_by
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs import wire
 from weightyard.storage.hdfs.wire import BlockAccess, Malformed, Status
@@ -94,18 +97,25 @@ class DataNodeReader:
     def _read_on(
         self, connection: _Connection, block: BlockAccess, run: Run, deadline: Deadline
     ) -> None:
+        cancel, doing = deadline.cancel, f"reading from DataNode {connection.datanode}"
         try:
-            connection.read(block, self._client, run, self._rubbish, deadline)
+            with ended_by(cancel, connection.shut_down, doing):
+                connection.read(block, self._client, run, self._rubbish, deadline)
         except BaseException:
             connection.close()
+            if cancel is not None:
+                cancel.check(doing)
             raise
-        self._keep(connection)
+        if cancel is not None and cancel.is_cancelled:
+            connection.close()  # It may have been shut down after the last byte came.
+        else:
+            self._keep(connection)
 
     def _connect(self, datanode: str, deadline: Deadline) -> _Connection:
         limit_s = deadline.left_at_most(self._stall_s, f"connecting to DataNode {datanode}")
         with self._lock:
             self.connects += 1
-        return _Connection(datanode, limit_s, self._stall_s)
+        return _Connection(datanode, limit_s, self._stall_s, deadline.cancel)
 
     def _reuse(self, datanode: str) -> _Connection | None:
         with self._lock:
@@ -171,7 +181,9 @@ class _Connection:
     Python time-out is non-blocking inside, and MSG_WAITALL does not wait on those.
     """
 
-    def __init__(self, datanode: str, connect_s: float, stall_s: float) -> None:
+    def __init__(
+        self, datanode: str, connect_s: float, stall_s: float, cancel: Cancel | None = None
+    ) -> None:
         self.datanode = datanode
         self.idle_since = 0.0
         self._doing = f"reading from DataNode {datanode}"
@@ -179,12 +191,16 @@ class _Connection:
         self._progress_at = 0.0
         host, _, port = datanode.rpartition(":")
         try:
-            self._socket = _connected(host.strip("[]"), int(port), connect_s)
+            self._socket = _connected(host.strip("[]"), int(port), connect_s, cancel)
         except (OSError, ValueError) as why:
             raise DataNodeFailed(datanode, f"cannot connect: {why}") from why
 
     def close(self) -> None:
         self._socket.close()
+
+    def shut_down(self) -> None:
+        """End the read that is under way in another thread: its receive returns at once."""
+        _shut_down(self._socket)
 
     def read(
         self, block: BlockAccess, client: str, run: Run, rubbish: memoryview, deadline: Deadline
@@ -292,7 +308,12 @@ class _Connection:
             return got
 
 
-def _connected(host: str, port: int, limit_s: float) -> socket.socket:
+def _shut_down(opened: socket.socket) -> None:
+    with suppress(OSError):
+        opened.shutdown(socket.SHUT_RDWR)
+
+
+def _connected(host: str, port: int, limit_s: float, cancel: Cancel | None) -> socket.socket:
     """A blocking socket with the options that make reads fast."""
     failed: OSError = OSError(f"{host} has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(
@@ -305,12 +326,17 @@ def _connected(host: str, port: int, limit_s: float) -> socket.socket:
             if _is_large_buffer_granted():
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
             opened.settimeout(limit_s)
-            opened.connect(address)
+            with ended_by(cancel, partial(_shut_down, opened), f"connecting to {host}:{port}"):
+                opened.connect(address)
             opened.settimeout(None)
             tick = struct.pack("@ll", int(_TICK_S), int(_TICK_S % 1 * 1e6))
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
-        except OSError as why:
+        except BaseException as why:
             opened.close()
+            if cancel is not None:
+                cancel.check(f"connecting to {host}:{port}")
+            if not isinstance(why, OSError):
+                raise
             failed = why
         else:
             return opened

@@ -8,13 +8,19 @@ from __future__ import annotations
 import http.client
 import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
-from weightyard.errors import FileMissing, StaleLocation, StoreUnavailable, Unsupported
+from weightyard.errors import (
+    BadSetting,
+    FileMissing,
+    StaleLocation,
+    StoreUnavailable,
+    Unsupported,
+)
 from weightyard.settings import Settings
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.configuration import Cluster
@@ -24,6 +30,7 @@ from weightyard.storage.hdfs.watched import Watched
 from weightyard.storage.store import Location, Read, ReadPath
 
 _PIECE_BYTES = 16 * 1024 * 1024
+_MIB = 1024 * 1024
 _SOCKET_S = 10.0
 
 
@@ -38,6 +45,30 @@ class Fallback(Protocol):
         """
 
     def close(self) -> None: ...
+
+
+class WhenNeeded:
+    """A way that is prepared when it is first used: most stores never need any of them."""
+
+    def __init__(self, path: ReadPath, prepare: Callable[[], Fallback]) -> None:
+        self.path = path
+        self._prepare = prepare
+        self._lock = threading.Lock()
+        self._prepared: Fallback | None = None
+
+    def read(self, location: Location, reads: Sequence[Read], deadline: Deadline) -> None:
+        with self._lock:
+            if self._prepared is None:
+                try:
+                    self._prepared = self._prepare()
+                except BadSetting as why:
+                    raise Unsupported(f"{self.path} cannot be used here: {why}") from why
+            prepared = self._prepared
+        prepared.read(location, reads, deadline)
+
+    def close(self) -> None:
+        if self._prepared is not None:
+            self._prepared.close()
 
 
 class NativeReads:
@@ -129,12 +160,25 @@ class LibhdfsReads:
     def read(self, location: Location, reads: Sequence[Read], deadline: Deadline) -> None:
         doing = f"reading {location.path} by libhdfs"
         path = self._cluster.at(location.path)
+        giving_up = threading.Lock()
+        is_given_up = False
 
         def fill() -> None:
+            piece = memoryview(
+                bytearray(min(_MIB, max((len(one.into) for one in reads), default=0)))
+            )
             with self._connected().open_input_file(path) as file:
                 for wanted in reads:
                     file.seek(wanted.offset)
-                    _fill(file, wanted.into, doing, deadline)
+                    for start in range(0, len(wanted.into), _MIB):
+                        into = wanted.into[start : start + _MIB]
+                        _fill(file, piece[: len(into)], doing, deadline)
+                        # A call given up on goes on by itself, and must not write where the
+                        # caller has other bytes by now.
+                        with giving_up:
+                            if is_given_up:
+                                return
+                            into[:] = piece[: len(into)]
 
         try:
             self._watched.call(doing, deadline.left(doing), fill)
@@ -143,6 +187,9 @@ class LibhdfsReads:
         except OSError as why:
             first_line = str(why).split("\n", 1)[0]
             raise StoreUnavailable(f"{doing}: {first_line[:300]}") from why
+        finally:
+            with giving_up:
+                is_given_up = True
 
     def close(self) -> None:
         self._watched.close()

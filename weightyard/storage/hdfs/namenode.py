@@ -122,6 +122,13 @@ class NameNode:
             raise Unsupported("the NameNode does not tell its time")
         return told
 
+    def is_transfer_encrypted(self, deadline: Deadline) -> bool:
+        """Whether clients are told to encrypt what they send to DataNodes and get from them."""
+        root = StorePath("namenode")
+        with _translated(root):
+            raw = _body(self._client.server_defaults("/"), root, deadline)
+        return _decoded(raw, _DefaultsAnswer, root).fs_server_defaults.is_encrypted
+
     def close(self) -> None:
         self._client._session.close()
 
@@ -240,11 +247,24 @@ class _StatusAnswer(msgspec.Struct, rename="pascal"):
     file_status: _Status
 
 
+class _Defaults(msgspec.Struct, rename="camel"):
+    encrypt_data_transfer: bool | str = False
+
+    @property
+    def is_encrypted(self) -> bool:
+        return str(self.encrypt_data_transfer).lower() == "true"  # it comes as text
+
+
+class _DefaultsAnswer(msgspec.Struct):
+    fs_server_defaults: _Defaults = msgspec.field(name="FsServerDefaults")
+
+
 class _Operations:
     """Operations of WebHDFS that the `hdfs` package does not declare."""
 
     block_locations = _Request("GET", stream=True).to_method("GET_BLOCK_LOCATIONS")
     file_status = _Request("GET", stream=True).to_method("GETFILESTATUS")
+    server_defaults = _Request("GET", stream=True).to_method("GETSERVERDEFAULTS")
     open_at = _Request("GET", stream=True, allow_redirects=False).to_method("OPEN")
     set_policy = _Request("PUT").to_method("SETSTORAGEPOLICY")
     satisfy_policy = _Request("PUT").to_method("SATISFYSTORAGEPOLICY")

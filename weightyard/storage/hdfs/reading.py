@@ -64,7 +64,7 @@ class Reading:
         deadline: Deadline,
     ) -> Served:
         pieces = list(split(location, reads))
-        if self._direct is not None and self._can_be_direct(pieces, deadline):
+        if self._direct is not None and self._can_be_direct(pieces, replica, deadline):
             return _read_directly(self._direct, location, pieces, replica, deadline)
         return self._read_otherwise(location, reads, deadline)
 
@@ -74,20 +74,22 @@ class Reading:
         for way in self._fallbacks:
             way.close()
 
-    def _can_be_direct(self, pieces: Sequence[Piece], deadline: Deadline) -> bool:
+    def _can_be_direct(
+        self, pieces: Sequence[Piece], replica: Replica | None, deadline: Deadline
+    ) -> bool:
         if any(piece.span.access is None for piece in pieces):
             return False
         with self._lock:
             is_old = time.monotonic() > self._checked_at + _RECHECK_S
             if pieces and (self._works is None or (self._works is False and is_old)):
-                self._works = self._try_directly(pieces[0].span, deadline)
+                self._works = self._try_directly(pieces[0].span, replica, deadline)
                 self._checked_at = time.monotonic()
             return self._works is not False
 
-    def _try_directly(self, span: Span, deadline: Deadline) -> bool | None:
+    def _try_directly(self, span: Span, first: Replica | None, deadline: Deadline) -> bool | None:
         if self._direct is None or not span.replicas:
             return None
-        for replica in span.replicas:
+        for replica in sorted(span.replicas, key=lambda one: one != first):
             try:
                 one_byte = Read(span.offset, memoryview(bytearray(1)))
                 self._direct.read(replica, span, [one_byte], deadline)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from hdfs_native import FileStatus
@@ -13,10 +14,17 @@ from weightyard.logs import Log
 from weightyard.names import UploadId
 from weightyard.settings import Settings
 from weightyard.storage import layout
+from weightyard.storage.cancel import Cancel
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.configuration import Cluster
 from weightyard.storage.hdfs.datanode import DataNodeReader
-from weightyard.storage.hdfs.fallbacks import Fallback, LibhdfsReads, NativeReads, WebHdfsReads
+from weightyard.storage.hdfs.fallbacks import (
+    Fallback,
+    LibhdfsReads,
+    NativeReads,
+    WebHdfsReads,
+    WhenNeeded,
+)
 from weightyard.storage.hdfs.namenode import Locator, NameNode
 from weightyard.storage.hdfs.native import Namespace, Writing
 from weightyard.storage.hdfs.reading import Reading
@@ -61,11 +69,14 @@ class HdfsStore(Store):
         self.url = url
         self._settings = settings or Settings()
         self._cluster = Cluster.of(url, self._settings)
-        self._namenode = NameNode(self._cluster)
-        self._locator: Locator = locator or self._namenode
-        self._namespace = Namespace(self._cluster, limit_s=self._settings.deadline_s)
+        self._lock = threading.Lock()
+        self._namenode_used: NameNode | None = None
+        self._namespace_used: Namespace | None = None
+        self._locator = locator
         self._reading = self._reading_by(read_paths)
         self._mode: int | None = None
+        if locator is None:
+            _ = self._namenode, self._namespace  # what is wrong with the settings shows here
 
     def init(self, ownership: Ownership | None = None) -> None:
         ownership = ownership or Ownership()
@@ -111,7 +122,7 @@ class HdfsStore(Store):
             yield _stat(path, status)
 
     def locate(self, path: StorePath) -> Location:
-        return self._locator.locate(path, self._deadline(None))
+        return (self._locator or self._namenode).locate(path, self._deadline(None))
 
     def read(
         self,
@@ -120,8 +131,9 @@ class HdfsStore(Store):
         *,
         replica: Replica | None = None,
         timeout_s: float | None = None,
+        cancel: Cancel | None = None,
     ) -> Served:
-        return self._reading.read(location, reads, replica, self._deadline(timeout_s))
+        return self._reading.read(location, reads, replica, self._deadline(timeout_s, cancel))
 
     def delete(self, path: StorePath) -> bool:
         return self._namespace.delete(self._cluster.at(path))
@@ -151,8 +163,25 @@ class HdfsStore(Store):
 
     def close(self) -> None:
         self._reading.close()
-        self._namenode.close()
-        self._namespace.close()
+        if self._namenode_used is not None:
+            self._namenode_used.close()
+        if self._namespace_used is not None:
+            self._namespace_used.close()
+
+    @property
+    def _namenode(self) -> NameNode:
+        """Who has a locator reads without it, and may lack what it takes: Kerberos, its address."""
+        with self._lock:
+            if self._namenode_used is None:
+                self._namenode_used = NameNode(self._cluster)
+            return self._namenode_used
+
+    @property
+    def _namespace(self) -> Namespace:
+        with self._lock:
+            if self._namespace_used is None:
+                self._namespace_used = Namespace(self._cluster, limit_s=self._settings.deadline_s)
+            return self._namespace_used
 
     @property
     def _root(self) -> str:
@@ -176,7 +205,7 @@ class HdfsStore(Store):
             ReadPath.NATIVE: lambda: NativeReads(cluster, self._namespace),
             ReadPath.WEBHDFS: lambda: WebHdfsReads(self._namenode),
         }
-        fallbacks = [ways[path]() for path in paths if path in ways]
+        fallbacks = [WhenNeeded(path, ways[path]) for path in paths if path in ways]
         if ReadPath.DIRECT not in paths:
             return Reading(None, fallbacks)
         if cluster.is_transfer_protected:
@@ -189,8 +218,9 @@ class HdfsStore(Store):
             self._mode = self._namespace.status(self._root).permission & 0o777
         return self._mode
 
-    def _deadline(self, timeout_s: float | None) -> Deadline:
-        return Deadline.after(self._settings.deadline_s if timeout_s is None else timeout_s)
+    def _deadline(self, timeout_s: float | None, cancel: Cancel | None = None) -> Deadline:
+        limit_s = self._settings.deadline_s if timeout_s is None else timeout_s
+        return Deadline.after(limit_s, cancel)
 
 
 class _HdfsStage(Stage):

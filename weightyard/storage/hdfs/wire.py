@@ -91,6 +91,22 @@ class BlockToken:
         except UnicodeDecodeError:
             raise Malformed("block token: its kind or service is not text") from None
 
+    @property
+    def expires_s(self) -> float | None:
+        """When it ends, in seconds since the epoch; None where it does not say."""
+        # Hadoop tells its two encodings apart in the same way: the old one begins with the date as
+        # a number of Hadoop's, whose first byte is negative, the new one with a protobuf tag.
+        raw = self.identifier
+        if not raw or raw[0] == 0:
+            return None
+        if raw[0] <= 127:
+            expires = next((value for number, value in _fields(raw) if number == 1), None)
+            return expires / 1000 if isinstance(expires, int) else None
+        length = 256 - 112 - raw[0]
+        if not 1 <= length <= 8 or length >= len(raw):
+            return None
+        return int.from_bytes(raw[1 : 1 + length], "big") / 1000
+
     def to_url_string(self) -> str:
         fields = (self.identifier, self.password, self.kind.encode(), self.service.encode())
         raw = b"".join(_hadoop_vint(len(part)) + part for part in fields)

@@ -33,45 +33,36 @@ Properties = Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class NameNodePlan:
+class _RpcDaemonPlan:
+    """A daemon that is asked by RPC, and where it listens."""
+
+    name: str
+    host: str
+    rpc_port: int
+    http_port: int
+
+    @property
+    def address(self) -> str:
+        """`host:port` of its RPC."""
+        return f"{self.host}:{self.rpc_port}"
+
+    @property
+    def http(self) -> str:
+        return f"{self.host}:{self.http_port}"
+
+
+class NameNodePlan(_RpcDaemonPlan):
     """A NameNode: where it listens."""
 
-    name: str
-    host: str
-    rpc_port: int
-    http_port: int
-
+    __slots__ = ()
     main_class = "org.apache.hadoop.hdfs.server.namenode.NameNode"
 
-    @property
-    def address(self) -> str:
-        """`host:port` of its RPC."""
-        return f"{self.host}:{self.rpc_port}"
 
-    @property
-    def http(self) -> str:
-        return f"{self.host}:{self.http_port}"
-
-
-@dataclass(frozen=True, slots=True)
-class JournalNodePlan:
+class JournalNodePlan(_RpcDaemonPlan):
     """The JournalNode an HA pair shares its edits through."""
 
-    name: str
-    host: str
-    rpc_port: int
-    http_port: int
-
+    __slots__ = ()
     main_class = "org.apache.hadoop.hdfs.qjournal.server.JournalNode"
-
-    @property
-    def address(self) -> str:
-        """`host:port` of its RPC."""
-        return f"{self.host}:{self.rpc_port}"
-
-    @property
-    def http(self) -> str:
-        return f"{self.host}:{self.http_port}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +102,8 @@ class ClusterPlan:
     client_racks: Properties = field(default_factory=dict)
     """Host → rack of machines that run no DataNode."""
     block_tokens: bool = False
+    encrypt: bool = False
+    """DataNodes encrypt what they send; by keys that only go with block tokens, so those too."""
     permissions: bool = True
     properties: Properties = field(default_factory=dict)
     """What the caller sets beyond; goes before everything here."""
@@ -124,6 +117,7 @@ class ClusterPlan:
         datanodes: int | None = None,
         ha: bool = False,
         block_tokens: bool = False,
+        encrypt: bool = False,
         permissions: bool = True,
         properties: Properties | None = None,
     ) -> Self:
@@ -156,7 +150,8 @@ class ClusterPlan:
                 for n in range(count)
             ),
             client_racks={host: f"/rack-{racks[-1]}"},
-            block_tokens=block_tokens,
+            block_tokens=block_tokens or encrypt,
+            encrypt=encrypt,
             permissions=permissions,
             properties=dict(properties or {}),
         )
@@ -184,6 +179,8 @@ def client_properties(plan: ClusterPlan) -> Properties:
         # A mini cluster may have no spare DataNode to put into a broken pipeline.
         "dfs.client.block.write.replace-datanode-on-failure.best-effort": "true",
     }
+    if plan.encrypt:
+        common["dfs.encrypt.data.transfer"] = "true"
     if not plan.is_ha:
         namenode = plan.namenodes[0]
         return common | {

@@ -7,7 +7,7 @@ import hashlib
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -26,10 +26,10 @@ COORDINATES = (
     "org.slf4j:slf4j-reload4j:1.7.36",
 )
 
+KDC_COORDINATES = (f"org.apache.hadoop:hadoop-minikdc:{HADOOP_VERSION}", COORDINATES[-1])
+
 FETCH_TIMEOUT_S = 900
 """How long to wait for another process that is fetching."""
-
-_KEY = hashlib.blake2s("\n".join(COORDINATES).encode()).hexdigest()[:12]
 
 
 def hadoop_home(cache: Path, say: Callable[[str], None] = lambda _: None) -> Path:
@@ -37,14 +37,12 @@ def hadoop_home(cache: Path, say: Callable[[str], None] = lambda _: None) -> Pat
 
     Any number of processes may ask at once: one fetches, the others wait for it.
     """
-    home = cache / f"hadoop-{HADOOP_VERSION}-{_KEY}"
-    if not home.is_dir():
-        cache.mkdir(parents=True, exist_ok=True)
-        with _locked(cache / f"{home.name}.lock"):
-            if not home.is_dir():
-                say(f"fetching Hadoop {HADOOP_VERSION} (once, about 90 MB)")
-                _fetch(home)
-    return home
+    return _fetched(cache, f"hadoop-{HADOOP_VERSION}", COORDINATES, say)
+
+
+def kdc_home(cache: Path, say: Callable[[str], None] = lambda _: None) -> Path:
+    """The same for the KDC that Hadoop's own tests use."""
+    return _fetched(cache, f"kdc-{HADOOP_VERSION}", KDC_COORDINATES, say)
 
 
 def class_path(home: Path) -> list[Path]:
@@ -52,7 +50,21 @@ def class_path(home: Path) -> list[Path]:
     return sorted((home / "jars").glob("*.jar"))
 
 
-def _fetch(home: Path) -> None:
+def _fetched(
+    cache: Path, name: str, coordinates: Sequence[str], say: Callable[[str], None]
+) -> Path:
+    key = hashlib.blake2s("\n".join(coordinates).encode()).hexdigest()[:12]
+    home = cache / f"{name}-{key}"
+    if not home.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        with _locked(cache / f"{home.name}.lock"):
+            if not home.is_dir():
+                say(f"fetching {name} (once, up to 90 MB)")
+                _fetch(home, coordinates)
+    return home
+
+
+def _fetch(home: Path, coordinates: Sequence[str]) -> None:
     try:
         from jgo.config import GlobalSettings
         from jgo.constants import MAVEN_CENTRAL_URL
@@ -76,7 +88,7 @@ def _fetch(home: Path) -> None:
         )
         try:
             built = EnvironmentBuilder(context=context, cache_dir=staging / "jgo").from_endpoint(
-                "+".join(COORDINATES)
+                "+".join(coordinates)
             )
         except Exception as why:
             raise ClusterFailed(f"Hadoop's jars could not be fetched: {why!r}") from why
@@ -84,8 +96,9 @@ def _fetch(home: Path) -> None:
         (ready / "jars").mkdir(parents=True)
         for jar in Path(built.path).rglob("*.jar"):
             shutil.copyfile(jar, ready / "jars" / jar.name)
-        if not any((ready / "jars").glob("hadoop-hdfs-*.jar")):
-            raise ClusterFailed(f"Maven gave no hadoop-hdfs jar for {COORDINATES[0]}")
+        _, artifact, version = coordinates[0].split(":")
+        if not (ready / "jars" / f"{artifact}-{version}.jar").exists():
+            raise ClusterFailed(f"Maven gave no jar for {coordinates[0]}")
         ready.rename(home)
     finally:
         shutil.rmtree(staging, ignore_errors=True)

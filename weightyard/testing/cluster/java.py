@@ -36,6 +36,8 @@ class Java:
             "-Xmx512m",
             "-XX:-UsePerfData",
             "-Djava.net.preferIPv4Stack=true",
+            # Else every daemon that is killed leaves folders in the machine's /tmp.
+            f"-Djava.io.tmpdir={configuration.parent}",
             *self.options,
             "-cp",
             ":".join(map(str, (*self.jars, configuration))),

@@ -55,6 +55,7 @@ class MiniCluster:
         racks: Sequence[str] = DEFAULT_RACKS,
         ha: bool = False,
         block_tokens: bool = False,
+        encrypt: bool = False,
         permissions: bool = True,
         properties: Properties | None = None,
         jvm_options: Sequence[str] = QUICK_START,
@@ -68,6 +69,7 @@ class MiniCluster:
             racks=racks,
             ha=ha,
             block_tokens=block_tokens,
+            encrypt=encrypt,
             permissions=permissions,
             properties=properties,
         )

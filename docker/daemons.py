@@ -1,8 +1,8 @@
 """The daemons of the compose cluster, set up by the configuration the mini cluster uses.
 
-hdfs.py namenode | datanode1 | …   become this daemon
-hdfs.py check                      exit 0 if the cluster serves
-hdfs.py configure FOLDER           write a client's core-site.xml and hdfs-site.xml
+daemons.py namenode | datanode1 | …   become this daemon
+daemons.py check                      exit 0 if the cluster serves
+daemons.py configure FOLDER           write a client's core-site.xml and hdfs-site.xml
 """
 
 from __future__ import annotations
