@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from bench import machine, memory, models, reads, report
+from bench import catalogue, machine, memory, models, push, reads, report, service
 from bench.samples import Footprint, Memory, Results, Row, Table, Timed
 from bench.site import Site
 from weightyard.testing.cluster import MiniCluster
@@ -23,8 +24,8 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 
-SECTIONS = ("reads", "loading", "writing", "memory", "codec")
-ON_HDFS = frozenset(SECTIONS) - {"codec"}
+SECTIONS = ("reads", "loading", "writing", "push", "memory", "codec", "catalogue", "service")
+ON_HDFS = frozenset(("reads", "loading", "writing", "push", "memory"))
 _UNITS = {"MiB": 2**20, "GiB": 2**30}
 _GIB = 2**30
 
@@ -69,10 +70,8 @@ def write_results(results: Results) -> None:
 def _measure(
     name: str, site: Site | None, options: argparse.Namespace, console: Console
 ) -> Timed | Memory | Table:
-    if site is None or name == "codec":
-        from bench import codec
-
-        return Table(machine.measured_now(), codec.run())
+    if site is None or name not in ON_HDFS:
+        return Table(machine.measured_now(), _tables(name, options, console))
     measured = machine.measured_now(site.shell)
     if name == "memory":
 
@@ -86,15 +85,34 @@ def _measure(
         "reads": reads.run,
         "loading": models.run_loading,
         "writing": models.run_writing,
+        "push": push.run,
     }[name]
     with console.status("measuring"):
         timed = Timed(measured, run(site, options.size, options.repeat, _saying(console)))
     console.print(_rich(*report.short_table(timed)))
-    for ratio in report.ratios_of(timed.rows):
+    for ratio in [*report.ratios_of(timed.rows), *report.push_notes(timed.rows)]:
         console.print(f"  {ratio}".replace("**", ""))
     for note in report.failures_of(timed.rows):
         console.print(f"  {note}", style="yellow", markup=False)
     return timed
+
+
+def _tables(name: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """What the sections that need no HDFS measured."""
+
+    def say(row: Mapping[str, Any]) -> None:
+        cells = (f"{title} {report.cell(value)}" for title, value in row.items())
+        console.print(f"  {', '.join(cells)}", highlight=False)
+
+    match name:
+        case "catalogue":
+            return catalogue.run(options.versions, say)
+        case "service":
+            return service.run(service.CLIENTS, service.SECONDS, say)
+        case _:
+            from bench import codec
+
+            return codec.run()
 
 
 def _saying(console: Console) -> Callable[[Row], None]:
@@ -129,6 +147,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", type=_size, default=_GIB, help="of a file or model; 1GiB")
     parser.add_argument("--tensor", type=_size, default=4 * _GIB, help="of the memory section")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument(
+        "--versions",
+        type=lambda text: tuple(int(size) for size in text.split(",")),
+        default=catalogue.SIZES,
+        help="of the catalogue section; 100,1000,10000",
+    )
     return parser
 
 

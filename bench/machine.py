@@ -26,6 +26,10 @@ LIBRARIES = (
     "xxhash",
     "blosc2",
     "zipnn",
+    "SQLAlchemy",
+    "psycopg",
+    "FastAPI",
+    "uvicorn",
 )
 
 

@@ -56,6 +56,15 @@ _WRITING = """\
 The same tensors from memory into HDFS, MB/s of tensor bytes. weightyard hashes, encodes, decodes
 again to prove it, and returns when every pack is on as many DataNodes as asked for."""
 
+_PUSH = """\
+## Push
+
+A folder with one safetensors file of bf16 tensors, pushed to a yard in HDFS with two copies: read,
+hashed, encoded, proved, packed, published, recorded in a new SQLite registry. hdfs-native writes
+the same file from memory, with two copies: in one stream, and cut into as many files as a push
+writes packs at once. Where the DataNodes are the limit, a push at equal concurrency is faster by
+what it need not store, at most: 1 / the size left is the ceiling."""
+
 _MEMORY = f"""\
 ## Memory beyond the tensor
 
@@ -67,6 +76,22 @@ _CODEC = """\
 
 *left* is the size after encoding, of 1; rates are MB of tensor a second of one core's CPU time,
 unless two threads are compared, by the clock. weightyard's rates hold its hashes and checks."""
+
+_CATALOGUE = """\
+## The registry at size
+
+Versions of 1,000 lists of a block each, 900 of them shared with the version before; 100 blocks in a
+pack. Resolving: 1,000 times by number, alias and none. A claim asks for 10,000 block ids (all there
+are, if fewer), a commit publishes 9,000 of them, *add* makes a new pack of 1,000 blocks known. A gc
+plan is a dry run, once with nothing to go, once when retention lets half of the versions go; its
+peak is that of its process, interpreter and libraries included. PostgreSQL runs on the same
+machine, as it is after installation."""
+
+_SERVICE = """\
+## The service
+
+A real `weightyard serve`, one process; each client has a connection and a token, and asks for the
+version of a ref as soon as it was answered. Clients, service and database share the machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,19 +113,26 @@ def render(results: Results) -> str:
         (_READS, results.reads),
         (_LOADING, results.loading),
         (_WRITING, results.writing),
+        (_PUSH, results.push),
     ):
         if section is not None:
             ratios = [f"{extent_of(section.rows)}", ""]
             ratios += [f"- {ratio}" for ratio in ratios_of(section.rows)]
+            ratios += [f"- {note}" for note in push_notes(section.rows)]
             body = markdown(*timed_table(section))
             notes = ["", *(f"- {note}" for note in failures_of(section.rows))]
             parts.append(_section(text, section.measured, machines, [*ratios, "", body, *notes]))
     if results.memory is not None:
         body = markdown(*memory_table(results.memory))
         parts.append(_section(_MEMORY, results.memory.measured, machines, [body]))
-    if results.codec is not None:
-        content = list(_free_form(results.codec.content))
-        parts.append(_section(_CODEC, results.codec.measured, machines, content))
+    for text, table in (
+        (_CODEC, results.codec),
+        (_CATALOGUE, results.catalogue),
+        (_SERVICE, results.service),
+    ):
+        if table is not None:
+            content = list(_free_form(table.content))
+            parts.append(_section(text, table.measured, machines, content))
     for number, machine in enumerate(machines, 1):
         parts.append(
             f"## Machine {number}\n\n" + markdown(("what", "value"), list(machine.items()))
@@ -129,6 +161,25 @@ def _ratios(rows: Sequence[Row]) -> list[Ratio]:
             role = "the fastest peer, " if rival is quickest else ""
             ratios.append(_ratio(ours, rival, "the limit, " if rival.kind is Kind.LIMIT else role))
     return ratios
+
+
+def push_notes(rows: Sequence[Row]) -> list[str]:
+    """What rates do not tell of pushes: what was stored, and what the second one took."""
+    pushes = [row for row in rows if row.kind is Kind.OURS and row.samples]
+    notes = [
+        f"{row.name}: {left:.3f} of the tensor bytes were stored; 1 / that is {1 / left:.2f}×"
+        for row in pushes
+        if (left := row.best.stored_bytes / row.moved_bytes)
+    ]
+    first = [row for row in pushes if row.best.stored_bytes]
+    for again in (row for row in pushes if first and not row.best.stored_bytes):
+        if all(row.group != again.group for row in first):
+            share = again.best.seconds / first[0].best.seconds
+            notes.append(
+                f"{again.name}: {again.best.seconds:.2f} s, **{share:.1%}** of {first[0].name} "
+                f"({first[0].best.seconds:.2f} s); no pack was written"
+            )
+    return notes
 
 
 def extent_of(rows: Sequence[Row]) -> str:
@@ -237,15 +288,15 @@ def _free_form(content: Mapping[str, Any], level: int = 3) -> list[str]:
         match value:
             case [dict(), *_]:
                 header = tuple(dict.fromkeys(key for row in value for key in row))
-                rows = [[_cell(row.get(key)) for key in header] for row in value]
+                rows = [[cell(row.get(key)) for key in header] for row in value]
                 shown = [_words(key) for key in header]
                 lines += [f"{'#' * level} {_words(title)}", "", markdown(shown, rows), ""]
             case dict():
                 lines += [f"{'#' * level} {_words(title)}", "", *_free_form(value, level + 1)]
             case [*items]:
-                lines += [*(f"- {_cell(item)}" for item in items), ""]
+                lines += [*(f"- {cell(item)}" for item in items), ""]
             case _:
-                lines += [f"{title}: {_cell(value)}", ""]
+                lines += [f"{title}: {cell(value)}", ""]
     return lines
 
 
@@ -254,7 +305,8 @@ def _words(key: str) -> str:
     return key.replace("_mb_s", " MB/s").replace("_", " ")
 
 
-def _cell(value: object) -> str:
+def cell(value: object) -> str:
+    """A value as a table shows it."""
     match value:
         case None:
             return "–"

@@ -35,6 +35,8 @@ class Sample(msgspec.Struct, frozen=True):
     """Of the client's process, its libraries and the received bytes included."""
     other_cpu_s: float = 0.0
     """Of everything else on the machine meanwhile: a disturbed repetition shows here."""
+    stored_bytes: int = 0
+    """What a push wrote, where that is known."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -131,8 +133,11 @@ class Results(msgspec.Struct, frozen=True, omit_defaults=True):
     reads: Timed | None = None
     loading: Timed | None = None
     writing: Timed | None = None
+    push: Timed | None = None
     memory: Memory | None = None
     codec: Table | None = None
+    catalogue: Table | None = None
+    service: Table | None = None
 
 
 def fastest(rows: Sequence[Row], kind: Kind, who: str = "") -> Row | None:

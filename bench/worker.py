@@ -24,7 +24,8 @@ from bench.site import Site
 Action: TypeAlias = Callable[[], Sequence[Buffer]]
 """Does the task once; returns the bytes it got, in order, or nothing.
 
-Where others than the DataNodes serve, it has their `server_pids`.
+Where others than the DataNodes serve, it has their `server_pids`; where it stores something it may
+say how much in `stored_bytes`.
 """
 
 Prepare: TypeAlias = Callable[..., Action]
@@ -56,6 +57,7 @@ def sample(action: Action, pids: Sequence[int], digest: str | None) -> Sample:
         server_cpu_s=server_s,
         peak_rss_bytes=peak_rss_bytes(),
         other_cpu_s=max(0.0, all_s - client_s - server_s),
+        stored_bytes=getattr(action, "stored_bytes", 0),
     )
     if digest is not None and digest_of(received) != digest:
         raise WrongBytes("the bytes read are not the bytes written")
@@ -109,9 +111,10 @@ def status_bytes(field: str) -> int:
 
 def tasks() -> Mapping[str, Prepare]:
     """Every task by its name."""
-    from bench import loopback, memory, models, ours, peers
+    from bench import loopback, memory, models, ours, peers, push
 
-    return {**ours.TASKS, **peers.TASKS, **loopback.TASKS, **models.TASKS, **memory.TASKS}
+    parts = (ours, peers, loopback, models, memory, push)
+    return {name: task for part in parts for name, task in part.TASKS.items()}
 
 
 def main() -> None:

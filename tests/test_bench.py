@@ -71,6 +71,36 @@ def test_the_page_shows_rates_spread_and_what_failed() -> None:
     assert "a processor" in page
 
 
+def test_a_push_is_held_against_one_stream_equal_streams_and_its_own_ceiling() -> None:
+    def stored(row: Row, stored_bytes: int) -> Row:
+        samples = [msgspec.structs.replace(one, stored_bytes=stored_bytes) for one in row.samples]
+        return msgspec.structs.replace(row, samples=tuple(samples))
+
+    rows = (
+        stored(made_up(Kind.OURS, "weightyard", 2.0, group="first"), 800_000_000),
+        made_up(Kind.PEER, "hdfs-native", 4.0, group="first"),
+        made_up(Kind.PEER, "2 of hdfs-native", 2.5, group="first"),
+        made_up(Kind.OURS, "weightyard, again", 0.1, group="second"),
+    )
+    assert [ratio.value for ratio in report.ratios_of(rows)] == pytest.approx([2.0, 1.25])
+    page = report.render(Results(push=Timed(MACHINE, rows)))
+    assert "0.800 of the tensor bytes were stored; 1 / that is 1.25×" in page
+    assert "**5.0%** of weightyard, somehow (2.00 s); no pack was written" in page
+
+
+def test_the_registry_and_the_service_have_tables_on_the_page() -> None:
+    times = [{"database": "SQLite", "versions": 100, "resolve p99 ms": 1.5}]
+    resolving = [{"database": "SQLite", "clients": 200, "errors": 0, "requests/s": 512.3}]
+    page = report.render(
+        Results(
+            catalogue=Table(MACHINE, {"times": times}),
+            service=Table(MACHINE, {"resolving": resolving}),
+        )
+    )
+    assert "| SQLite | 100 | 1.500 |" in page
+    assert "| SQLite | 200 | 0 | 512 |" in page
+
+
 def test_sections_not_measured_again_are_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

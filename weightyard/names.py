@@ -22,6 +22,7 @@ MAX_TENSOR_NAME_BYTES = 1024
 _NAME_PART = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?", re.ASCII | re.IGNORECASE)
 _ALIAS = re.compile(r"[a-z](?:[a-z0-9._-]{0,62}[a-z0-9])?", re.ASCII)
 _VERSION = re.compile(r"v([1-9][0-9]{0,8})", re.ASCII)
+_HEX = re.compile(r"[0-9a-f]+", re.ASCII)
 _VERSION_LIKE = re.compile(r"v[0-9]+", re.ASCII)
 _HEX_LIKE = re.compile(r"[0-9a-f]{8,64}", re.ASCII)
 _TOKEN_NAME = re.compile(r"[a-z0-9][a-z0-9._@+-]{0,95}", re.ASCII | re.IGNORECASE)
@@ -42,7 +43,7 @@ class _HexName:
 
     def __post_init__(self) -> None:
         digits = 2 * self.bytes_long
-        if len(self.hex) != digits or not re.fullmatch(r"[0-9a-f]+", self.hex, re.ASCII):
+        if len(self.hex) != digits or not _HEX.fullmatch(self.hex):
             raise InvalidName(f"{self.what} must be {digits} hex digits, not {_shown(self.hex)}")
 
     @classmethod

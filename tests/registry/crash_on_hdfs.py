@@ -11,12 +11,12 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import crash_world
-from crash_points import Call, Calls, Point, is_writing, transactions
+from crash_points import Call, Calls, Point, state_changes
 from crash_world import OPTIONS, noise
 from pushing import BERT, push, read_back
 
@@ -133,14 +133,6 @@ def verify(config: dict[str, Any]) -> list[str]:
     if sorted(version.number for version in versions) != list(range(1, len(versions) + 1)):
         problems.append("numbers are missing")
     return [*problems, *crash_world.find_orphans(yard.database, yard.store)]
-
-
-def state_changes(calls: Sequence[Call]) -> Iterator[Call]:
-    """Where files get or lose their names, and transactions that write are committed."""
-    for group in transactions(calls):
-        is_change = group[0][2] in ("publish", "delete") or is_writing(group)
-        if is_change:
-            yield group[-1]
 
 
 def apart(work: Callable[[], Any]) -> Any:

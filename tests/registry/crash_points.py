@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -135,6 +136,7 @@ class World:
         # looks into the current folder: one engine, warm before forking, serves every job.
         self.database = Database(self.server or "sqlite:///file:registry.db?uri=true")
         self.base = self.work / "base"
+        self._yards = count()
 
     def begin(self, jobs: int) -> None:
         """Make the yard that every job starts from."""
@@ -145,7 +147,7 @@ class World:
         if self.server is not None:
             self._execute("postgres", "CREATE DATABASE crash_base")
         migrate.upgrade(self.database)
-        self.registry = Registry(self.database, who="alice")
+        self.registry = Registry(self.database, store=LocalStore(Path("store")), who="alice")
         crash_world.begin(self.database, LocalStore(Path("store")))
         self.database.close()
         if self.server is not None:
@@ -166,7 +168,10 @@ class World:
         """The yard of a job as it was left."""
         os.chdir(self.work / f"job-{job}")
         os.environ["PGDATABASE"] = f"crash_{job}"
-        return LocalStore(Path("store"))
+        store = LocalStore(Path("store"))
+        # Names of packs come again at every point, and readers remember where a store's packs lie.
+        store.url += f"?{next(self._yards)}"
+        return store
 
     def answer(self, job: int) -> Path:
         return self.work / f"answer-{job}"
@@ -333,7 +338,7 @@ class Worker:
             outcome = self._happen(point)
             self._world.database.close()
             state = self._world.fingerprint(self._job)
-            if self._world.is_new(f"{state} {point.operation} {outcome} {point.expired}"):
+            if self._world.is_new(f"{state} {point.operation} {_told(point, outcome)}"):
                 self.judged += 1
                 self.problems += [f"{point}: {one}" for one in self._judge(point, outcome)]
                 self._world.database.close()
@@ -358,6 +363,13 @@ class Worker:
         yield from crash_world.verify(self._world.registry, store, point.operation, outcome)
         if point.mode == "pause" and not point.expired and not outcome.is_done:
             yield f"gc made a push fail: {outcome.error}"
+
+
+def _told(point: Point, outcome: Outcome) -> str:
+    """What is judged besides the state. Dying says as little as any error one may expect."""
+    is_blamed = point.mode == "pause" and not point.expired
+    error = outcome.error if is_blamed or not outcome.is_expected else ""
+    return f"{outcome.is_done} {error}"
 
 
 def run_all(world: World, points: Sequence[Point], jobs: int) -> dict[str, Any]:
@@ -439,14 +451,25 @@ def is_writing(transaction: Sequence[Call]) -> bool:
 
 
 def plan_pairs(calls: Mapping[str, Sequence[Call]]) -> list[Point]:
-    """Every call of push outside a transaction × every call of gc, and gc left to end."""
+    """Every call of push outside a transaction × every change gc makes, and gc left to end.
+
+    A collector killed inside a transaction leaves what one leaves that is killed at its commit,
+    which the sweep of single calls shows.
+    """
     outside = [call for call in calls["push"] if call[0] == "store" or call[2].startswith("BEGIN")]
     return [
         Point("push", *call, "pause", gc=gc, expired=expired)
         for call in outside
-        for gc in (*calls["gc"], None)
+        for gc in (*state_changes(calls["gc"]), None)
         for expired in (False, True)
     ]
+
+
+def state_changes(calls: Sequence[Call]) -> Iterator[Call]:
+    """Where files are made, get or lose their names, and transactions that write are committed."""
+    for group in transactions(calls):
+        if group[0][2] in ("stage", "close", "publish", "delete", "adjust") or is_writing(group):
+            yield group[-1]
 
 
 def main() -> None:

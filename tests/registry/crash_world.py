@@ -28,6 +28,9 @@ PROD = AliasName("prod")
 OPTIONS = WriteOptions(threads=1, lanes=1, pack_bytes=150_000)
 """One thread, so that calls come in one order; two blocks fill a pack."""
 
+AT_ONCE = GcOptions(grace_s=0, unsafe_grace=True)
+"""gc that waits for nothing."""
+
 MONTH_MS = 30 * 24 * 3600 * 1000
 
 
@@ -136,7 +139,7 @@ def verify(registry: Registry, store: Store, operation: str, outcome: Outcome) -
         yield f"an error no caller can expect: {outcome.error}"
     while registry.flush_outbox(store):
         pass
-    yield from _verify_state(registry, store, operation, is_done=outcome.is_done)
+    yield from _verify_state(registry, store, operation, outcome, read_data=False)
     if operation == "push":  # whoever was told nothing does it again
         version = push(registry, store, *PUSHED, options=OPTIONS)
         if read_back(registry, store, version) != PUSHED:
@@ -144,14 +147,15 @@ def verify(registry: Registry, store: Store, operation: str, outcome: Outcome) -
         registry.flush_outbox(store)
     age(registry.database)
     collect(registry, store)
-    yield from _verify_state(registry, store, operation, is_done=outcome.is_done)
+    yield from _verify_state(registry, store, operation, outcome, read_data=True)
     yield from find_orphans(registry.database, store)
 
 
 def _verify_state(
-    registry: Registry, store: Store, operation: str, *, is_done: bool
+    registry: Registry, store: Store, operation: str, outcome: Outcome, *, read_data: bool
 ) -> Iterator[str]:
-    for finding in registry.check(store, read_data=True).findings:
+    is_done = outcome.is_done
+    for finding in registry.check(store, read_data=read_data).findings:
         yield f"check: {finding}"
     seen = {version.ref: version for name in (BERT, GPT) for version in registry.versions(name)}
     for ref in BEGINNING:

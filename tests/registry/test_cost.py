@@ -93,7 +93,7 @@ def test_a_delta_needs_its_base_and_frees_it_with_itself(
 
 
 @pytest.mark.cluster
-def test_hdfs_keeps_a_pack_as_the_most_demanding_version_asks(
+def test_hdfs_keeps_packs_and_manifests_as_the_most_demanding_version_asks(
     cluster: MiniCluster, database: Database
 ) -> None:
     settings = Settings(hadoop_conf_dir=cluster.conf_dir)
@@ -104,19 +104,20 @@ def test_hdfs_keeps_a_pack_as_the_most_demanding_version_asks(
 
         def copies() -> list[int]:
             registry.settle_replication(store)
-            return [file.replication for file in store.list(layout.PACKS)]
+            folders = (layout.PACKS, layout.MANIFESTS)
+            return [file.replication for folder in folders for file in store.list(folder)]
 
         push(registry, store, noise(1), replication=1, options=one)
-        assert copies() == [1]
+        assert copies() == [1, 1]
         push(registry, store, noise(1), replication=3)
-        assert registry.settle_replication(store) == 1
-        assert copies() == [3]
+        assert registry.settle_replication(store) == 2
+        assert copies() == [3, 3]
         push(registry, store, noise(1), replication=2)
-        assert copies() == [3]
+        assert copies() == [3, 3]
         assert registry.cost(Ref.parse("team/bert")).replicated_bytes == 3 * ONE
         registry.remove(Ref.parse("team/bert@v2"))
         gc(registry, store)
-        assert copies() == [2]
+        assert copies() == [2, 2]
         for number in (1, 3):
             registry.remove(Ref.parse(f"team/bert@v{number}"))
         assert gc(registry, store).packs_deleted == 1

@@ -20,24 +20,18 @@ from typing import Any
 
 import crash_world
 import pytest
-from crash_world import BEGINNING, OPTIONS
-from pushing import BERT, push, read_back
+from crash_world import AT_ONCE, OPTIONS
+from pushing import BERT, push
 from sqlalchemy import make_url
 
-from weightyard.errors import ForeignStore
-from weightyard.names import Ref
-from weightyard.registry import binding, migrate
-from weightyard.registry.collect import GcOptions
+from weightyard.registry import binding
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
 from weightyard.storage.retry import RetryingStore
-from weightyard.storage.store import FileStat
 from weightyard.testing.cluster import MiniCluster
 from weightyard.testing.faults import Fault, FaultyStore
-
-AT_ONCE = GcOptions(grace_s=0, unsafe_grace=True)
 
 
 @pytest.fixture
@@ -145,52 +139,6 @@ def test_a_record_written_at_the_second_try_leaves_nothing_that_gc_does_not_find
     crash_world.age(database)
     registry.gc(store, AT_ONCE)
     assert list(store.list(layout.STAGING)) == []
-
-
-def test_an_empty_database_deletes_nothing_of_a_full_store(
-    database: Database, store: LocalStore, tmp_path: Path
-) -> None:
-    crash_world.begin(database, store)
-    Registry(database).flush_outbox(store)
-    files = {file.path for file in _files(store)}
-    empty = Database(f"sqlite:///{tmp_path}/empty.db")
-    migrate.upgrade(empty)
-    with pytest.raises(ForeignStore):
-        Registry(empty).gc(store, AT_ONCE)
-    empty.close()
-    assert {file.path for file in _files(store)} == files
-
-
-def test_yesterdays_database_deletes_nothing_of_a_full_store(
-    store: LocalStore, tmp_path: Path
-) -> None:
-    today = Database(f"sqlite:///{tmp_path}/today.db")
-    migrate.upgrade(today)
-    crash_world.begin(today, store)
-    registry = Registry(today)
-    registry.flush_outbox(store)
-    today.close()
-    shutil.copy(tmp_path / "today.db", tmp_path / "yesterday.db")
-    version = push(registry, store, *BEGINNING["team/gpt@v1"], options=OPTIONS)
-    registry.remove(Ref.parse("team/gpt@v1"))
-    registry.flush_outbox(store)
-    files = {file.path for file in _files(store)}
-    yesterday = Database(f"sqlite:///{tmp_path}/yesterday.db")
-    old = Registry(yesterday)
-    old.remove(Ref.parse("team/gpt@v1"))
-    with pytest.raises(ForeignStore, match="older"):
-        old.gc(store, AT_ONCE)
-    assert files <= {file.path for file in _files(store)}
-    assert read_back(registry, store, version) == BEGINNING["team/gpt@v1"]
-    found = {finding.code for finding in old.check(store).findings}
-    assert "unknown-record" in found, "check says so as well"
-    yesterday.close()
-    today.close()
-
-
-def _files(store: LocalStore) -> Iterator[FileStat]:
-    for folder in layout.FOLDERS:
-        yield from store.list(folder)
 
 
 def test_sixty_four_publishers_on_one_model_get_consecutive_numbers(

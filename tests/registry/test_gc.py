@@ -22,7 +22,7 @@ from collecting import (
     states,
 )
 from pushing import BERT, push, read_back
-from sqlalchemy import Connection, and_, func, update
+from sqlalchemy import Connection, and_, event, func, update
 
 from weightyard.errors import (
     BadSetting,
@@ -46,6 +46,7 @@ from weightyard.registry.collect import GcOptions, idle_packs
 from weightyard.registry.database import Database
 from weightyard.registry.locking import lock
 from weightyard.registry.needs import Needs
+from weightyard.registry.progress import Step
 from weightyard.registry.registry import Registry, RegistryUpload
 from weightyard.registry.schema import FileState
 from weightyard.storage import layout
@@ -554,3 +555,34 @@ def run_beside_gc(
         assert read_back(registry, store, registry.resolve(Ref.parse(ref))) == contents
     gc(registry, store)
     require_no_orphan(database, store)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_gc_says_what_it_does_and_how_far_it_is(
+    registry: Registry, store: LocalStore, dry_run: bool
+) -> None:
+    push(registry, store, noise(1))
+    seen: list[Step] = []
+    registry.gc(store, dry_run=dry_run, progress=seen.append)
+    doing = list(dict.fromkeys(step.doing for step in seen))
+    assert "looking for packs to rewrite" in doing
+    assert len(doing) > 3
+    assert all(step.total is None or 0 <= step.done <= step.total for step in seen)
+
+
+def test_a_plan_looks_at_each_block_once_however_many_versions_share_it(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    for number in range(12):
+        push(registry, store, noise(1), noise(100 + number))
+    registry.set_retention(BERT, Retention(keep_last=2))
+    asked: list[str] = []
+    event.listen(database.engine, "before_cursor_execute", lambda *call: asked.append(call[2]))
+    told = registry.gc(store, GcOptions(grace_s=0, embedded=True), dry_run=True)
+    few = len(asked)
+    assert (told.versions_removed, told.packs_deleted) == (10, 9), "the first pack has a shared one"
+    for number in range(12):
+        push(registry, store, noise(1), noise(200 + number))
+    asked.clear()
+    registry.gc(store, GcOptions(grace_s=0, embedded=True), dry_run=True)
+    assert len(asked) == few, "questions do not grow with what they are about"

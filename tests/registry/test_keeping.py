@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pytest
+from pushing import BERT, push
 
+from weightyard.errors import UnderReplicated
+from weightyard.format.assembly import manifest_of
 from weightyard.format.block import MIB
-from weightyard.names import Ref
-from weightyard.records import Version
+from weightyard.format.dtypes import DType
+from weightyard.format.splitting import StateTensor, split_state
+from weightyard.names import Digest, Ref
+from weightyard.records import Publication, Version
 from weightyard.registry import binding
+from weightyard.registry.collect import GcOptions
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
+from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
-from weightyard.storage.store import FileOptions, StorePath
+from weightyard.storage.store import FileOptions, FileStat, Stage, StorePath
+from weightyard.transfer import durable
+from weightyard.transfer.publish import publish
+from weightyard.transfer.source import MemorySource
+from weightyard.transfer.writer import Content, Writer
 from weightyard.yard import Yard
 
 
@@ -25,6 +37,13 @@ class ReplicatingStore(LocalStore):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.told: dict[StorePath, FileOptions] = {}
+        self.usual = 1
+
+    def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
+        return super().stage(path)
+
+    def stat(self, path: StorePath) -> FileStat:
+        return dataclasses.replace(super().stat(path), replication=self.usual)
 
     def adjust(self, path: StorePath, options: FileOptions) -> None:
         self.stat(path)
@@ -76,3 +95,84 @@ def test_who_asked_for_copies_is_in_the_audit_log(two: Registry, store: Replicat
     (entry,) = [entry for entry in two.audit() if entry.action == "version.kept"]
     assert (entry.who, entry.subject) == ("test", "team/bert@v1")
     assert entry.detail == {"replication": 3}
+
+
+def _manifest(version: Version) -> StorePath:
+    return layout.manifest(Digest(version.digest))
+
+
+def test_a_manifest_is_kept_as_the_most_demanding_version_asks(
+    database: Database, store: ReplicatingStore
+) -> None:
+    binding.bind(database, store)
+    registry = Registry(database, who="test")
+    plain = LocalStore(store.folder)
+    path = _manifest(push(registry, plain, b"weights" * 1000))
+    assert registry.settle_replication(store) == 0, "nobody asked"
+    _ask(registry, store, "team/bert@v1", 3)
+    push(registry, plain, b"weights" * 1000)  # asks for nothing: the usual is less
+    registry.flush_outbox(store)
+    assert store.told[path].replication == 3
+    _ask(registry, store, "team/bert@v2", 5)
+    assert store.told[path].replication == 5
+    registry.remove(Ref.parse("team/bert@v2"))
+    registry.gc(store, GcOptions(grace_s=0, unsafe_grace=True))
+    assert store.told[path].replication == 3
+    registry.remove(Ref.parse("team/bert@v1"))
+    push(registry, plain, b"weights" * 1000)
+    registry.gc(store, GcOptions(grace_s=0, unsafe_grace=True))
+    assert store.told[path].replication == 1, "as the store keeps any file"
+
+
+def _ask(registry: Registry, store: ReplicatingStore, ref: str, copies: int) -> None:
+    registry.keep(Ref.parse(ref), copies=copies, policy=None)
+    registry.flush_outbox(store)
+
+
+def test_a_commit_raises_the_copies_of_a_manifest_and_packs_it_found_there(
+    database: Database, store: ReplicatingStore
+) -> None:
+    binding.bind(database, store)
+    registry = Registry(database, who="test")
+    version = push(registry, store, b"weights" * 1000, replication=1)
+    assert push(registry, store, b"weights" * 1000, replication=4).digest == version.digest
+    registry.flush_outbox(store)
+    assert store.copies == {4}
+    assert _manifest(version) in store.told
+    assert len(store.told) == 2, "the pack, too"
+
+
+def test_a_version_that_asks_for_few_copies_takes_none_from_one_that_asks_for_nothing(
+    database: Database, store: ReplicatingStore
+) -> None:
+    binding.bind(database, store)
+    registry = Registry(database, who="test")
+    plain = LocalStore(store.folder)
+    store.usual = 3
+    push(registry, plain, b"weights" * 1000)
+    push(registry, plain, b"weights" * 1000, replication=1)
+    registry.flush_outbox(store)
+    assert store.copies <= {3}
+    first = push(registry, plain, b"other" * 1000, replication=1)
+    push(registry, plain, b"other" * 1000)
+    registry.flush_outbox(store)
+    assert store.told[_manifest(first)].replication == 3
+    assert store.copies == {3}
+
+
+def test_a_version_is_not_published_before_its_manifest_is_on_enough_datanodes(
+    database: Database, store: ReplicatingStore
+) -> None:
+    binding.bind(database, store)
+    registry = Registry(database, who="test")
+    split = split_state([StateTensor("t", DType.U8, (5,))], MIB)
+    upload = registry.open_upload(BERT, Publication())
+    ids = Writer(store, upload).write([Content(split, [MemorySource(b"12345")])])
+    manifest = manifest_of([split], ids)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(durable, "REPLICAS_TIMEOUT_S", 0.2)
+        with pytest.raises(UnderReplicated, match="manifests/"):
+            publish(store, upload, manifest, Publication(), "key", min_replicas=2)
+    assert registry.models() == []
+    path = next(file.path for file in store.list(layout.MANIFESTS))
+    assert store.told[path].replication == 2, "HDFS was asked for more copies of what is there"

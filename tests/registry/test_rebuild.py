@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from collecting import DAY_S, pass_time
 from pushing import BERT, push, read_back
+from sqlalchemy import func, select
 
-from weightyard.errors import Conflict, ForeignStore
+from weightyard.errors import Conflict, ForeignStore, StoreUnavailable
 from weightyard.names import AliasName, Digest, ModelName, Ref
 from weightyard.records import Publication, RebuildReport, Retention
 from weightyard.registry import binding, schema
@@ -18,6 +20,7 @@ from weightyard.registry.rebuild import rebuild
 from weightyard.registry.registry import Registry
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
+from weightyard.storage.store import StagedFile, StorePath
 
 GPT = ModelName("team", "gpt")
 PROD = AliasName("prod")
@@ -114,7 +117,7 @@ def test_life_goes_on_after_a_rebuild(
     assert version.ref == "team/bert@v4", "the number of a removed version is not given out again"
     assert len(list(store.list(layout.PACKS))) == packs, "what is in the store was found again"
     again.move_alias(BERT, PROD, 2)
-    assert again.flush_outbox(store) == 3, "no name of the old journal was used again"
+    assert again.flush_outbox(store) == 4, "no name of the old journal was used again"
     assert again.check(store).is_clean
     push(again, store, b"back", model=ModelName("team", "mistake"))
     assert again.flush_outbox(store)
@@ -253,3 +256,43 @@ def test_staged_files_of_writers_the_old_registry_had_are_given_to_gc(
     uploads = schema.uploads
     rows = empty.read(lambda tx: tx.execute(uploads.select()).all())
     assert upload.id.hex in {row.name for row in rows if row.state == "expired"}
+
+
+class _CutOff(LocalStore):
+    """Gone when the store is about to say whose it is."""
+
+    def publish(self, staged: StagedFile, path: StorePath) -> None:
+        if path.text.startswith(layout.OWNERS.text):
+            raise StoreUnavailable("cut off")
+        super().publish(staged, path)
+
+
+def test_what_a_rebuild_that_was_cut_off_left_in_staging_is_found_and_removed(
+    registry: Registry, store: LocalStore, empty: Database
+) -> None:
+    push(registry, store, noise(1))
+    registry.flush_outbox(store)
+    with pytest.raises(StoreUnavailable):
+        rebuild(_CutOff(store.folder), empty)
+    (left,) = store.list(layout.STAGING)
+    names = select(schema.uploads.c.name)
+    assert left.path.text.split("/")[1] in empty.read(lambda tx: tx.scalars(names).all())
+    (finding,) = registry.check(store).findings
+    assert (finding.code, finding.subject) == ("unknown-file", left.path.text)
+    rebuild(store, empty)
+    again = Registry(empty)
+    pass_time(empty, 60 * DAY_S)
+    again.gc(store)
+    assert list(store.list(layout.STAGING)) == []
+    assert again.check(store).is_clean
+
+
+def test_a_database_that_is_not_empty_is_left_as_it_was_by_a_rebuild_into_it(
+    registry: Registry, store: LocalStore
+) -> None:
+    push(registry, store, noise(1))
+    uploads = select(func.count()).select_from(schema.uploads)
+    before = registry.database.read(lambda tx: tx.scalar(uploads))
+    with pytest.raises(Conflict):
+        rebuild(store, registry.database)
+    assert registry.database.read(lambda tx: tx.scalar(uploads)) == before

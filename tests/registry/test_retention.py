@@ -1,15 +1,16 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 from collecting import DAY_S, gc, noise, pass_time
 from pushing import BERT, push, read_back
-from sqlalchemy import select
+from sqlalchemy import event, select
 
 from weightyard.names import AliasName, ModelName, Ref
 from weightyard.records import Retention
-from weightyard.registry import binding, schema
+from weightyard.registry import binding, retention, schema
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.storage.local import LocalStore
@@ -120,3 +121,36 @@ def test_removals_by_rules_are_in_journal_and_audit(
     assert (entry.subject, entry.who) == ("team/bert@v1", "alice")
     assert entry.detail["reason"] == "retention: not among the 1 newest"
     assert registry.flush_outbox(store) == 0, "the journal has it before its bytes go"
+
+
+def test_many_versions_go_in_few_transactions_each_with_its_word_in_the_journal(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    for number in range(20):
+        parent = f"team/bert@v{number}" if number else None
+        push(registry, store, b"%d" % number, parent=parent)
+    push(registry, store, b"last")
+    registry.set_retention(BERT, Retention(keep_last=1))
+    writes: list[object] = []
+    event.listen(database.engine, "commit", writes.append)
+    removed = list(retention.apply(database, "alice"))
+    assert [due.ref for due in removed] == [f"team/bert@v{number}" for number in range(20, 0, -1)]
+    assert len(writes) <= 3
+    assert numbers(registry) == [21]
+    journal = schema.outbox
+    told = database.read(
+        lambda tx: tx.scalars(select(journal.c.content).order_by(journal.c.id)).all()
+    )
+    gone = [entry["subject"] for entry in map(json.loads, told) if entry.get("what") == "removed"]
+    assert gone == [due.ref for due in removed], "a child before its parent"
+
+
+def test_a_version_that_is_held_keeps_its_parents(registry: Registry, store: LocalStore) -> None:
+    push(registry, store, b"1")
+    push(registry, store, b"2", parent="team/bert@v1")
+    push(registry, store, b"3", parent="team/bert@v2")
+    push(registry, store, b"4")
+    registry.take_lease(Ref.parse("team/bert@v3"), "serving", 60)
+    registry.set_retention(BERT, Retention(keep_last=1))
+    assert gc(registry, store).versions_removed == 0
+    assert numbers(registry) == [4, 3, 2, 1]

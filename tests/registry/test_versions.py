@@ -17,6 +17,7 @@ from weightyard.errors import (
     UploadExpired,
     VersionMoved,
 )
+from weightyard.format import manifest as manifests
 from weightyard.format.assembly import manifest_of
 from weightyard.format.block import MIB
 from weightyard.format.dtypes import DType
@@ -89,6 +90,18 @@ def test_a_key_used_for_other_content_is_refused(registry: Registry, store: Stor
     push(registry, store, b"one", key="key-1")
     with pytest.raises(KeyReused):
         push(registry, store, b"two", key="key-1")
+    assert len(registry.versions(BERT)) == 1
+
+
+def test_a_commit_repeated_with_other_content_is_refused(registry: Registry, store: Store) -> None:
+    publication = Publication()
+    upload = registry.open_upload(BERT, publication)
+    splits = [split_state([StateTensor(name, DType.U8, (5,))], MIB) for name in ("t", "u")]
+    ids = Writer(store, upload).write([Content(splits[0], [MemorySource(b"12345")])])
+    publish(store, upload, manifest_of([splits[0]], ids), publication, "key-1")
+    other = manifest_of([splits[1]], ids)
+    with pytest.raises(KeyReused, match="other content"):
+        upload.commit(manifests.encode(other)[0], other, publication, "key-1")
     assert len(registry.versions(BERT)) == 1
 
 
@@ -176,10 +189,10 @@ def test_a_version_with_an_alias_or_a_child_is_protected(registry: Registry, sto
 
 def test_records_and_journal_reach_the_store(registry: Registry, store: Store) -> None:
     push(registry, store, b"one", alias="prod")
-    assert registry.flush_outbox(store) == 3
+    assert registry.flush_outbox(store) == 4
     assert registry.flush_outbox(store) == 0
     assert {file.path for file in store.list(layout.MODELS)} == {layout.record(BERT, 1)}
-    assert len(list(store.list(layout.JOURNAL))) == 2, "the model was made, the alias moved"
+    assert len(list(store.list(layout.JOURNAL))) == 3, "model made, version published, alias moved"
 
 
 def test_a_store_of_another_registry_is_refused(

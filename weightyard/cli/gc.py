@@ -54,8 +54,8 @@ def gc(
             embedded=yard.is_embedded,
             min_replicas=2 if yard.store.replicates else 1,
         )
-        with session.progress("Collecting", None):
-            report = yard.registry.gc(yard.store, options, dry_run=dry_run)
+        with session.steps() as tell:
+            report = yard.registry.gc(yard.store, options, dry_run=dry_run, progress=tell)
     session.show(report.model_dump(mode="json"), lambda console: _show(console, report))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -25,6 +25,13 @@ def init(
             help="Of the folders; files get the same without x. Default: 0755, or as it is.",
         ),
     ] = None,
+    dedup: Annotated[
+        Literal["yard", "project"] | None,
+        typer.Option(
+            help="Store equal content once in the yard (the default), or once in each project, so "
+            "that none can learn what another has. Chosen when the yard is made.",
+        ),
+    ] = None,
 ) -> None:
     """Make a yard, or see that it is there: folders, database schema, yard.json.
 
@@ -36,11 +43,14 @@ def init(
       weightyard init
 
       weightyard --yard hdfs://cluster/weightyard init --group ml --mode 0750
+
+      weightyard --yard hdfs://cluster/weightyard init --dedup project
     """
     from weightyard.cli.db import opened_database, shown_url
     from weightyard.cli.tables import facts
     from weightyard.cli.wording import size
     from weightyard.registry import binding, migrate
+    from weightyard.registry.schema import Dedup
     from weightyard.storage.opening import open_store
     from weightyard.storage.store import Ownership
     from weightyard.yard import store_url
@@ -52,7 +62,8 @@ def init(
         opened_database(session, None) as database,
     ):
         migrate.upgrade(database)
-        bound = binding.bind(database, store, ownership)
+        chosen = None if dedup is None else Dedup(dedup)
+        bound = binding.bind(database, store, ownership, dedup=chosen)
         if any(value is not None for value in (owner, group, mode)):
             store.init(ownership)  # of a yard that was there already
         result = {
@@ -61,6 +72,7 @@ def init(
             "yard_id": bound.yard_id,
             "registry_id": bound.registry_id,
             "block_bytes": bound.block_bytes,
+            "dedup": bound.dedup.value,
         }
     session.show(
         result,
@@ -72,6 +84,7 @@ def init(
                 ("yard", bound.yard_id),
                 ("registry", bound.registry_id),
                 ("block size", size(bound.block_bytes)),
+                ("dedup", f"within the {bound.dedup}"),
             ],
         ),
     )

@@ -1,19 +1,29 @@
-"""The bar long commands show on a terminal."""
+"""What long commands show of how far they are: bars on a terminal, elsewhere plain lines."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    TaskProgressColumn,
     TextColumn,
+    TimeElapsedColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+if TYPE_CHECKING:
+    from weightyard.registry.progress import Step
+
+PLAIN_EVERY_S = 10.0
+"""How often a run without a terminal says where it is: a short one says nothing."""
 
 
 @contextmanager
@@ -31,3 +41,38 @@ def bar(doing: str, total_bytes: int | None) -> Iterator[Callable[[int], None]]:
     with shown:
         task = shown.add_task(doing, total=total_bytes)
         yield lambda done_bytes: shown.advance(task, done_bytes)
+
+
+@contextmanager
+def steps() -> Iterator[Callable[[Step], None]]:
+    """Shows which step a run is at and how far, and is gone afterwards."""
+    shown = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        transient=True,
+    )
+    with shown:
+        task = shown.add_task("", total=None)
+        yield lambda step: shown.update(
+            task, description=step.doing.capitalize(), completed=step.done, total=step.total
+        )
+
+
+def plain_steps(
+    say: Callable[[str], None], now: Callable[[], float] = time.monotonic
+) -> Callable[[Step], None]:
+    """Says a line now and then, for logs."""
+    said_at = now()
+
+    def tell(step: Step) -> None:
+        nonlocal said_at
+        if now() - said_at < PLAIN_EVERY_S:
+            return
+        said_at = now()
+        far = f" ({min(1, step.done / step.total):.0%})" if step.total else ""
+        say(f"{step.doing}{far}")
+
+    return tell

@@ -8,11 +8,11 @@ from __future__ import annotations
 import fcntl
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from sqlalchemy import exc, func, select
 
-from weightyard.errors import Conflict
+from weightyard.errors import Conflict, RegistryUnavailable
 from weightyard.registry.database import Database
 
 _LOCKS = {"gc": 0x77792D67632D2D31}
@@ -22,7 +22,7 @@ _LOCKS = {"gc": 0x77792D67632D2D31}
 def only_one(database: Database, what: str) -> Iterator[None]:
     """Hold the lock for `what` on this database; a process that dies gives it up.
 
-    Raises Conflict at once if another one holds it.
+    Raises Conflict at once if another one holds it, RegistryUnavailable.
     """
     with _sqlite(database, what) if database.is_sqlite else _postgresql(database, what):
         yield
@@ -30,15 +30,26 @@ def only_one(database: Database, what: str) -> Iterator[None]:
 
 @contextmanager
 def _postgresql(database: Database, what: str) -> Iterator[None]:
-    with database.engine.connect() as connection:
-        connection = connection.execution_options(isolation_level="AUTOCOMMIT")
-        if not connection.scalar(select(func.pg_try_advisory_lock(_LOCKS[what]))):
+    try:
+        opened = database.engine.connect()
+    except (exc.DBAPIError, exc.TimeoutError) as why:
+        raise RegistryUnavailable("database: no connection to be had") from why
+    with opened as connection:
+        try:
+            connection = connection.execution_options(isolation_level="AUTOCOMMIT")
+            is_mine = connection.scalar(select(func.pg_try_advisory_lock(_LOCKS[what])))
+        except exc.DBAPIError as why:
+            connection.invalidate()  # it may have the lock, which another user of it would keep
+            raise RegistryUnavailable(f"database: the lock for {what} cannot be had") from why
+        if not is_mine:
             raise Conflict(_running(what))
         try:
             yield
         finally:
-            with suppress(exc.DBAPIError):  # a connection that was cut has given it up already
+            try:
                 connection.execute(select(func.pg_advisory_unlock(_LOCKS[what])))
+            except exc.DBAPIError:  # a connection that is cut gives it up
+                connection.invalidate()
 
 
 @contextmanager

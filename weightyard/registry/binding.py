@@ -9,11 +9,18 @@ from typing import TypeVar
 import msgspec
 from sqlalchemy import Connection, select, update
 
-from weightyard.errors import FileMissing, ForeignStore, ManifestInvalid, UnknownFormat
+from weightyard.errors import (
+    BadSetting,
+    FileMissing,
+    ForeignStore,
+    ManifestInvalid,
+    UnknownFormat,
+)
 from weightyard.names import UploadId
 from weightyard.registry import schema
 from weightyard.registry.chores import small_files
 from weightyard.registry.database import Database
+from weightyard.registry.schema import Dedup
 from weightyard.storage import layout
 from weightyard.storage.store import Ownership, Store, StorePath
 from weightyard.transfer.once import read_whole, write_once
@@ -29,6 +36,7 @@ class YardFile(msgspec.Struct, frozen=True):
     yard_id: str
     registry_id: str
     block_bytes: int
+    dedup: Dedup = Dedup.YARD
 
 
 class Owner(msgspec.Struct, frozen=True):
@@ -52,15 +60,23 @@ class Bound:
     yard_id: str
     registry_id: str
     block_bytes: int
+    dedup: Dedup
 
 
 _T = TypeVar("_T", YardFile, Owner)
 
 
-def bind(database: Database, store: Store, ownership: Ownership | None = None) -> Bound:
+def bind(
+    database: Database,
+    store: Store,
+    ownership: Ownership | None = None,
+    *,
+    dedup: Dedup | None = None,
+) -> Bound:
     """Make sure that store and registry belong together; on first use, make them, owned so.
 
-    Raises ForeignStore, naming both, if one of them belongs to another.
+    `dedup` is chosen when a yard is made, and stays. Raises ForeignStore, naming both, if one of
+    them belongs to another; BadSetting for a yard that was made with another choice.
     """
     mine = database.read(lambda tx: tx.execute(select(schema.registry)).one())
     found = read_yard_file(store)
@@ -71,7 +87,13 @@ def bind(database: Database, store: Store, ownership: Ownership | None = None) -
                 "no yard.json: is it the right store?"
             )
         store.init(ownership)
-        made = YardFile(YARD_FORMAT, secrets.token_hex(16), mine.registry_id, mine.block_bytes)
+        made = YardFile(
+            YARD_FORMAT,
+            secrets.token_hex(16),
+            mine.registry_id,
+            mine.block_bytes,
+            dedup or Dedup.YARD,
+        )
         with small_files(database, store, "bind") as upload:
             write_once(store, upload, layout.YARD, msgspec.json.encode(made))
         found = made
@@ -86,22 +108,26 @@ def bind(database: Database, store: Store, ownership: Ownership | None = None) -
             f"{store.url} (yard {found.yard_id}) belongs to registry {owner.registry_id} as it was "
             f"rebuilt ({owner.generation} times); this is an older copy of it ({mine.generation})"
         )
+    if dedup not in (None, found.dedup):
+        raise BadSetting(
+            f"{store.url} was made with dedup={found.dedup}, which stays: packs are shared that way"
+        )
     if mine.yard_id is None:
         database.write(lambda tx: _remember(tx, found))
-    return Bound(found.yard_id, owner.registry_id, found.block_bytes)
+    return Bound(found.yard_id, owner.registry_id, found.block_bytes, found.dedup)
 
 
-def take_over(tx: Connection, store: Store, yard: YardFile, registry_id: str) -> None:
+def take_over(
+    tx: Connection, store: Store, upload: UploadId, yard: YardFile, registry_id: str
+) -> None:
     """Make the store belong to this database, under the given registry id, and to no other.
 
     The store says so before the transaction ends: if that fails, nobody owns the store until the
-    next one takes it over, but never two do.
+    next one takes it over, but never two do. It is told under an upload that has its row already.
     """
     generation = read_owner(store, yard).generation + 1
     owner = Owner(OWNER_FORMAT, generation, registry_id, secrets.token_hex(16))
-    upload = UploadId.new()
     write_once(store, upload, layout.owner(owner.generation), msgspec.json.encode(owner))
-    store.delete(layout.staging_folder(upload))
     _remember(tx, yard)
     tx.execute(update(schema.registry).values(registry_id=registry_id, generation=owner.generation))
 
@@ -126,7 +152,11 @@ def read_owner(store: Store, yard: YardFile) -> Owner:
 
 
 def _remember(tx: Connection, found: YardFile) -> None:
-    tx.execute(update(schema.registry).values(yard_id=found.yard_id, block_bytes=found.block_bytes))
+    tx.execute(
+        update(schema.registry).values(
+            yard_id=found.yard_id, block_bytes=found.block_bytes, dedup=found.dedup
+        )
+    )
 
 
 def _read(store: Store, path: StorePath, kind: type[_T], known: int) -> _T:

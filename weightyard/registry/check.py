@@ -20,8 +20,8 @@ from weightyard.format.pack import Placement, read_entry
 from weightyard.logs import Log
 from weightyard.names import Digest, ModelName, PackId
 from weightyard.records import CheckReport, Finding
-from weightyard.registry import damage, history, schema
-from weightyard.registry.database import Database
+from weightyard.registry import damage, freshness, schema
+from weightyard.registry.database import Database, is_one_of
 from weightyard.registry.examine import Examined, examine_manifest, examine_pack
 from weightyard.registry.rows import batches
 from weightyard.registry.schema import FileState
@@ -118,6 +118,7 @@ def check(
     checking = _Checking(database, store, read_data, who, progress)
     checking.check_files(PACKS)
     checking.check_files(MANIFESTS)
+    checking.check_staging()
     checking.check_records()
     return checking.finish()
 
@@ -174,9 +175,18 @@ class _Checking:
         run_together(_THREADS, "weightyard-check", looks)
         self._count(**{kind.table.name: len(in_use)})
 
+    def check_staging(self) -> None:
+        """What is being written is under an upload, which has a row before it has a file."""
+        files = [file.path for file in self._store.list(layout.STAGING)]
+        folders = {path.text.split("/")[1] for path in files}
+        known = self._database.read(partial(_uploads, names=sorted(folders)))
+        for path in files:
+            if path.text.split("/")[1] not in known:
+                self._report_unknown(path)
+
     def check_records(self) -> None:
         """Every version has its record, and the store tells of none the registry does not know."""
-        for path in history.unknown_to(self._database, self._store):
+        for path in freshness.unknown_to(self._database, self._store):
             self._add("unknown-record", path, "tells of what this registry never did", _OLD)
         for model, numbers in _versions(self._database):
             folder = StorePath(f"{layout.MODELS}/{model.project}/{model.name}")
@@ -300,6 +310,15 @@ class _Checking:
 def _rows(tx: Connection, table: Table, names: tuple[str, str]) -> Sequence[Row[Any]]:
     first, end = names
     return tx.execute(select(table).where(table.c.name >= first, table.c.name < end)).all()
+
+
+def _uploads(tx: Connection, names: Sequence[str]) -> set[str]:
+    u = schema.uploads
+    return {
+        name
+        for batch in batches(names)
+        for name in tx.scalars(select(u.c.name).where(is_one_of(tx, u.c.name, batch)))
+    }
 
 
 def _say_whole(tx: Connection, kind: Kind, row: Row[Any], length: int, who: str) -> None:

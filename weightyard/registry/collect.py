@@ -6,12 +6,23 @@ and readers, and after a crash at any point: the next run goes on from the rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, delete, exists, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    Select,
+    Table,
+    and_,
+    delete,
+    exists,
+    func,
+    select,
+)
 
 from weightyard.errors import BadSetting
 from weightyard.format.pack import PACK_LIMIT_BYTES
@@ -32,6 +43,7 @@ from weightyard.registry.alone import only_one
 from weightyard.registry.database import Database, is_one_of, now_ms
 from weightyard.registry.locking import change, found, is_older, lock, move
 from weightyard.registry.needs import Needs
+from weightyard.registry.progress import Progress, Step, silent
 from weightyard.registry.rows import record_event
 from weightyard.registry.schema import FileState, UploadState
 from weightyard.storage import layout
@@ -107,24 +119,29 @@ class Tally:
         )
 
 
-def collect(database: Database, store: Store, options: GcOptions, who: str) -> GcReport:
+def collect(
+    database: Database, store: Store, options: GcOptions, who: str, progress: Progress = silent
+) -> GcReport:
     """Take away what nobody needs. Raises BadSetting, ForeignStore, Conflict if another is at it,
     and what the store raises: then what was done stays done, and the next run does the rest.
     """
     options.require_safe()
     with only_one(database, "gc"):
-        freshness.require_newest(database, store)
-        return _Run(database, store, options, who).run()
+        freshness.require_newest_of_all(database, store)
+        return _Run(database, store, options, who, progress).run()
 
 
 class _Run:
     """One run: the steps, in the order in which they make work for each other."""
 
-    def __init__(self, database: Database, store: Store, options: GcOptions, who: str) -> None:
+    def __init__(
+        self, database: Database, store: Store, options: GcOptions, who: str, progress: Progress
+    ) -> None:
         self._database = database
         self._store = store
         self._options = options
         self._who = who
+        self._tell = progress
         self._needs = Needs()
         self._tally = Tally()
         self._is_announced = False
@@ -142,8 +159,10 @@ class _Run:
         self._doom_packs()
         self._delete_packs()
         self._delete_manifests()
+        self._tell(Step("sweeping up after uploads"))
         sweep.sweep(self._database, self._store, self._options.grace_ms, self._tally)
         self._drop_blocks()
+        self._tell(Step("adjusting replication"))
         replication.settle(self._database, self._store)
         return self._tally.report(self._options, dry_run=False)
 
@@ -157,12 +176,14 @@ class _Run:
                 uploads.close(tx, upload_row, UploadState.EXPIRED)
             return len(ended)
 
-        for some in found(self._database, u, over, among=u.c.state == UploadState.OPEN):
+        is_open = u.c.state == UploadState.OPEN
+        for some in self._found("expiring uploads", u, over, among=is_open):
             self._tally.count(uploads_expired=self._database.write(partial(expire, which=some)))
         self._database.write(leases.drop_expired)
 
     def _apply_retention(self) -> None:
-        for due in retention.apply(self._database, self._who):
+        for done, due in enumerate(retention.apply(self._database, self._who)):
+            self._tell(Step("removing versions by retention", done))
             self._tally.count(versions_removed=1)
             self._tally.note("version", due.ref, due.logical_bytes, due.why)
 
@@ -175,11 +196,11 @@ class _Run:
         def purge(tx: Connection, which: ColumnElement[bool]) -> int:
             gone = lock(tx, _v, which)
             for version_row in gone:
-                replication.review_packs_of(tx, version_row)
-                tx.execute(delete(_edges).where(_edges.c.version_id == version_row))
+                replication.review_files_of(tx, version_row)
+            tx.execute(delete(_edges).where(is_one_of(tx, _edges.c.version_id, gone)))
             return len(gone)
 
-        for some in found(self._database, _v, over, size=20):
+        for some in self._found("letting go of removed versions", _v, over, size=20):
             self._tally.count(versions_purged=self._database.write(partial(purge, which=some)))
 
     def _drop_lists(self) -> None:
@@ -192,18 +213,20 @@ class _Run:
             tx.execute(delete(_lists).where(is_one_of(tx, _lists.c.id, gone)))
             return len(gone)
 
-        for some in found(self._database, _lists, idle):
+        for some in self._found("letting go of lists", _lists, idle):
             self._tally.count(lists_removed=self._database.write(partial(drop, which=some)))
 
     def _condemn_packs(self) -> None:
         is_live = _packs.c.state == FileState.LIVE
-        for some in found(self._database, _packs, idle_packs(self._needs), among=is_live):
+        idle = idle_packs(self._needs)
+        for some in self._found("condemning packs", _packs, idle, among=is_live):
             for row in self._move(_packs, some, FileState.CONDEMNED):
                 self._tally.count(packs_condemned=1, condemned_bytes=row.bytes)
                 self._tally.note("pack", row.name, row.bytes, "condemned: no version needs it")
 
     def _condemn_manifests(self) -> None:
-        for some in found(self._database, _manifests, idle_manifests(self._needs)):
+        idle = idle_manifests(self._needs)
+        for some in self._found("condemning manifests", _manifests, idle):
             for row in self._move(_manifests, some, FileState.CONDEMNED):
                 self._tally.count(manifests_condemned=1)
                 self._tally.note("manifest", row.name, row.bytes, "condemned: no version has it")
@@ -218,7 +241,10 @@ class _Run:
 
     def _rewrite_packs(self) -> None:
         options = self._options
-        groups = self._database.read(lambda tx: rewrite.plan(tx, self._needs, options.pack_bytes))
+        passed = self._passing("looking for packs to rewrite", _packs)
+        groups = self._database.read(
+            lambda tx: rewrite.plan(tx, self._needs, options.pack_bytes, passed)
+        )
         if not groups:
             return
         self._announce()
@@ -229,7 +255,9 @@ class _Run:
             options.pack_bytes,
             min(options.min_replicas, self._store.stat(layout.YARD).replication),
         )
-        for done in rewriting.run(groups):
+        self._tell(Step("rewriting packs", 0, len(groups)))
+        for number, done in enumerate(rewriting.run(groups), 1):
+            self._tell(Step("rewriting packs", number, len(groups)))
             self._tally.count(packs_rewritten=len(done.packs), rewritten_bytes=done.new_bytes)
             self._tally.count(packs_made=1 if done.new_bytes else 0)
             for pack in done.packs:
@@ -240,18 +268,18 @@ class _Run:
         """Second step: what has been idle for the grace time loses its placements."""
         is_condemned = _packs.c.state == FileState.CONDEMNED
         needed = and_(is_condemned, self._needs.of_pack())
-        for some in found(self._database, _packs, needed, among=is_condemned):
+        for some in self._found("reviving packs", _packs, needed, among=is_condemned):
             self._tally.count(packs_revived=len(self._move(_packs, some, FileState.LIVE)))
         due = due_packs(self._needs, self._options.grace_ms)
         candidates = _packs.c.state.in_(_DOOMED)
-        for some in found(self._database, _packs, due, among=candidates):
+        for some in self._found("dooming packs", _packs, due, among=candidates):
             self._database.write(partial(_doom, which=some))
 
     def _delete_packs(self) -> None:
         """Files of packs without placements, once nobody can hold an old placement any more."""
         gone = and_(_packs.c.state == FileState.DELETING, is_older(_packs, self._options.grace_ms))
         deleting = _packs.c.state == FileState.DELETING
-        for some in found(self._database, _packs, gone, among=deleting):
+        for some in self._found("deleting packs", _packs, gone, among=deleting):
             for row in self._rows(select(_packs).where(some).order_by(_packs.c.id)):
                 self._announce()
                 self._store.delete(layout.pack(PackId(row.name)))
@@ -274,7 +302,7 @@ class _Run:
             return rows
 
         candidates = _manifests.c.state.in_(_DOOMED)
-        for one in found(self._database, _manifests, due, among=candidates, size=1):
+        for one in self._found("deleting manifests", _manifests, due, among=candidates, size=1):
             self._announce()
             for row in self._database.write(partial(remove, which=one)):
                 self._tally.count(manifests_deleted=1, deleted_bytes=row.bytes)
@@ -293,8 +321,19 @@ class _Run:
             tx.execute(delete(_blocks).where(is_one_of(tx, _blocks.c.id, gone)))
             return len(gone)
 
-        for some in found(self._database, _blocks, unused):
+        for some in self._found("forgetting blocks", _blocks, unused):
             self._tally.count(blocks_removed=self._database.write(partial(drop, which=some)))
+
+    def _found(
+        self, doing: str, table: Table, where: ColumnElement[bool], **how: Any
+    ) -> Iterator[ColumnElement[bool]]:
+        """`locking.found`, saying how far it is."""
+        return found(self._database, table, where, passed=self._passing(doing, table), **how)
+
+    def _passing(self, doing: str, table: Table) -> Callable[[int], None]:
+        last = self._database.read(lambda tx: tx.scalar(select(func.max(table.c.id)))) or 0
+        self._tell(Step(doing, 0, last))
+        return lambda id: self._tell(Step(doing, id, last))
 
     def _move(self, table: Table, where: ColumnElement[bool], to: FileState) -> list[Row[Any]]:
         return self._database.write(lambda tx: move(tx, table, where, to))

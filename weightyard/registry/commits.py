@@ -6,17 +6,26 @@ from collections.abc import Sequence
 from math import prod
 
 from blake3 import blake3
-from sqlalchemy import Connection, and_, exists, insert, select, update
+from sqlalchemy import Connection, exists, insert, select, update
 from sqlalchemy.exc import NoResultFound
 
 from weightyard.errors import BlockMissing, KeyReused, NoSuchThing, VersionMoved
 from weightyard.format.manifest import Manifest
 from weightyard.names import AliasName, BlockId, Digest, ModelName, Ref, UploadId
 from weightyard.records import Publication, Version
-from weightyard.registry import aliases, damage, outbox, quotas, schema, uploads, versions
+from weightyard.registry import (
+    aliases,
+    damage,
+    outbox,
+    quotas,
+    replication,
+    schema,
+    uploads,
+    versions,
+)
 from weightyard.registry.database import is_one_of, now_ms
-from weightyard.registry.rows import batches, clock, insert_missing, record_event
-from weightyard.registry.schema import FileState, Settle, UploadState
+from weightyard.registry.rows import batches, clock, insert_missing, record_event, some
+from weightyard.registry.schema import FileState, UploadState
 from weightyard.registry.uploads import Reading
 
 
@@ -38,7 +47,7 @@ def commit(
     opened = uploads.fence(tx, upload, alone=True)  # an upload that expired fails here, loudly
     # must: before anything refers to them
     blocks = _require_placements(tx, opened.row_id, manifest, reading)
-    manifest_row = _require_manifest(tx, opened.row_id, digest)
+    manifest_row = _require_manifest(tx, opened.row_id, digest, publication)
     edges = insert_lists(tx, manifest, blocks)
     parent = _hold_parent(tx, publication)
     model_row, number = _next_number(tx, opened.model, opened.author, publication)
@@ -56,9 +65,12 @@ def commit(
     tx.execute(
         insert(schema.commits).values(key=key, upload_id=opened.row_id, version_id=version_row)
     )
-    _raise_replication(tx, opened.row_id, publication)
+    pinned = select(schema.pins.c.pack_id).where(schema.pins.c.upload_id == opened.row_id)
+    mine = schema.packs.c.id.in_(pinned)
+    replication.ask(tx, schema.packs, mine, publication.replication, publication.policy)
     record_event(tx, opened.author, "version.published", f"{opened.model}@v{number}")
     version = versions.get(tx, version_row)
+    outbox.put_journal(tx, "published", version.ref, opened.author, {"digest": version.digest})
     outbox.put_record(tx, version)
     if publication.alias is not None:
         alias = AliasName(publication.alias)
@@ -104,17 +116,14 @@ def _require_placements(
         raise BlockMissing(f"block {missing} is not in the store: write it before the commit")
     p, pins, base = schema.placements, schema.pins, schema.placements.alias("base")
     base_pins = schema.pins.alias("base_pins")
-    base_is_held = exists().where(
+    base_is_held = some(
         base.c.block_id == p.c.base_id,
         base.c.base_id.is_(None),
         base.c.pack_id == base_pins.c.pack_id,
         base_pins.c.upload_id == upload_row,
     )
-    wanted_of = (
-        select(p.c.block_id)
-        .join(pins, and_(pins.c.pack_id == p.c.pack_id, pins.c.upload_id == upload_row))
-        .where(p.c.base_id.is_(None) | base_is_held)
-    )
+    is_held = some(pins.c.upload_id == upload_row, pins.c.pack_id == p.c.pack_id)
+    wanted_of = select(p.c.block_id).where(is_held, p.c.base_id.is_(None) | base_is_held)
     if reading is not None:  # a pack that is held may also have blocks of other projects
         wanted_of = wanted_of.join(schema.packs).where(reading.allows(p.c.block_id))
     held: set[int] = set()
@@ -125,7 +134,9 @@ def _require_placements(
     return rows
 
 
-def _require_manifest(tx: Connection, upload_row: int, digest: Digest) -> int:
+def _require_manifest(
+    tx: Connection, upload_row: int, digest: Digest, publication: Publication
+) -> int:
     manifests, pins = schema.manifests, schema.manifest_pins
     row = tx.execute(
         select(manifests.c.id)
@@ -140,6 +151,7 @@ def _require_manifest(tx: Connection, upload_row: int, digest: Digest) -> int:
         .where(manifests.c.id == row.id)
         .values(state=FileState.LIVE, state_ms=now_ms())
     )
+    replication.ask(tx, manifests, manifests.c.id == row.id, publication.replication)
     return int(row.id)
 
 
@@ -298,17 +310,3 @@ def _insert_version(
         .returning(schema.versions.c.id)
     ).one()
     return int(row.id)
-
-
-def _raise_replication(tx: Connection, upload_row: int, publication: Publication) -> None:
-    """A pack is kept as the most demanding version using it asks; the store follows later."""
-    packs, pins = schema.packs, schema.pins
-    mine = packs.c.id.in_(select(pins.c.pack_id).where(pins.c.upload_id == upload_row))
-    if publication.replication is not None:
-        lower = packs.c.replication.is_(None) | (packs.c.replication < publication.replication)
-        values = {"replication": publication.replication, "settle": Settle.ADJUST}
-        tx.execute(update(packs).where(mine, lower).values(values))
-    if publication.policy is not None:
-        other = packs.c.policy.is_distinct_from(publication.policy)
-        values = {"policy": publication.policy, "settle": Settle.ADJUST}
-        tx.execute(update(packs).where(mine, other).values(values))

@@ -8,7 +8,6 @@ from sqlalchemy import (
     Connection,
     Select,
     and_,
-    exists,
     func,
     or_,
     select,
@@ -18,7 +17,8 @@ from sqlalchemy import (
 from weightyard.names import Ref
 from weightyard.records import Cost
 from weightyard.registry import schema, versions
-from weightyard.registry.schema import FileState
+from weightyard.registry.rows import some
+from weightyard.registry.schema import Dedup, FileState
 
 _v, _m, _b, _p, _packs = (
     schema.versions,
@@ -130,18 +130,41 @@ def _missing_bases(mine: CTE, best: CTE) -> Select[tuple[int]]:
 
 def _others_need(block: ColumnElement[int], version_row: int) -> ColumnElement[bool]:
     delta = _p.alias("delta")
-    on_top = exists().where(delta.c.base_id == block, _in_others(delta.c.block_id, version_row))
+    on_top = some(delta.c.base_id == block, _in_others(delta.c.block_id, version_row))
     return or_(_in_others(block, version_row), on_top)
 
 
 def _in_others(block: ColumnElement[int], version_row: int) -> ColumnElement[bool]:
     lists, edge, other = _lb.alias("lists_of"), _vl.alias("edge_of"), _v.alias("other")
-    return exists().where(
-        lists.c.block_id == block,
-        edge.c.list_id == lists.c.list_id,
+    is_there = some(
         other.c.id == edge.c.version_id,
-        other.c.id != version_row,
         other.c.removed_ms.is_(None),
+        _may_share(other.c.model_id, version_row),
+    )
+    in_use = some(
+        edge.c.list_id == lists.c.list_id,
+        edge.c.version_id != version_row,
+        is_there,
+        first=edge.c.version_id.desc(),
+    )
+    return some(lists.c.block_id == block, in_use)
+
+
+def _may_share(model: ColumnElement[int], version_row: int) -> ColumnElement[bool]:
+    """Whether a model's blocks are shared with a version's: where projects are apart, in its own.
+
+    So that the cost of a version does not tell what another project has.
+    """
+    own, mine, theirs = _v.alias("own"), _m.alias("own_model"), _m.alias("other_model")
+    dedup = select(schema.registry.c.dedup).scalar_subquery()
+    return or_(
+        dedup == Dedup.YARD,
+        some(
+            theirs.c.id == model,
+            own.c.id == version_row,
+            mine.c.id == own.c.model_id,
+            mine.c.project == theirs.c.project,
+        ),
     )
 
 
@@ -163,6 +186,7 @@ def _shared_with(tx: Connection, version_row: int, mine: CTE, shown: int) -> dic
     rows = tx.execute(
         select(_m.c.project, _m.c.name, _v.c.number, totals.c.shared_bytes)
         .join(_v, and_(_v.c.model_id == _m.c.id, _v.c.removed_ms.is_(None)))
+        .where(_may_share(_v.c.model_id, version_row))
         .join(totals, totals.c.version_id == _v.c.id)
         .order_by(totals.c.shared_bytes.desc(), _v.c.id.desc())
         .limit(shown)

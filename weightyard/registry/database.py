@@ -25,7 +25,7 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
-from weightyard.errors import BadSetting, RegistryUnavailable
+from weightyard.errors import BadSetting, Bug, RegistryUnavailable, YardError
 from weightyard.logs import Log
 
 _log = Log(__name__)
@@ -35,6 +35,13 @@ _T = TypeVar("_T")
 _ATTEMPTS = 8
 _TRY_AGAIN = {"40001", "40P01", "55P03"}
 """PostgreSQL: serialisation failure, deadlock, lock not available. Nothing happened."""
+_MET = "23505"
+"""PostgreSQL: another transaction put in the same key first. Run again, the work finds it there."""
+_MEETINGS = 3
+"""How often in a row that may be chance."""
+_FORBIDDEN = "42501"
+_MISTAKES = (exc.ProgrammingError, exc.IntegrityError, exc.DataError, exc.NotSupportedError)
+"""What no database says of itself, only of what it was asked."""
 
 
 class now_ms(FunctionElement[int]):  # noqa: N801 - reads as the SQL function it is
@@ -75,25 +82,29 @@ class Database:
         On SQLite nothing else writes meanwhile. Where the database says that nothing happened
         (a deadlock, a busy file), the work is run again: it must have no effect but on the
         database. Raises RegistryUnavailable; after that, whether it happened is unknown.
+        Raises Bug for a statement that is wrong: nothing happened, and trying again is no use.
         """
         for attempt in range(1, _ATTEMPTS + 1):
             try:
                 with self._connected(write=True) as connection, connection.begin():
                     return work(connection)
             except exc.DBAPIError as why:
-                if not _happened_not(why) or attempt == _ATTEMPTS:
-                    raise RegistryUnavailable(f"database: {_said(why)}") from why
+                if not _is_worth_another_go(why, attempt):
+                    raise _as_ours(why) from why
                 _log.info("registry.tried_again", attempt=attempt, reason=_said(why))
                 time.sleep(random.uniform(0, 0.02 * 2**attempt))
         raise AssertionError("unreachable")
 
     def read(self, work: Callable[[Connection], _T]) -> _T:
-        """Run work that changes nothing, on one consistent view. Raises RegistryUnavailable."""
+        """Run work that changes nothing, on one consistent view.
+
+        Raises RegistryUnavailable; Bug for a statement that is wrong.
+        """
         try:
             with self._connected(write=False) as connection, connection.begin():
                 return work(connection)
         except exc.DBAPIError as why:
-            raise RegistryUnavailable(f"database: {_said(why)}") from why
+            raise _as_ours(why) from why
 
     def close(self) -> None:
         self.engine.dispose()
@@ -152,12 +163,24 @@ def is_one_of(
     return column == any_(bindparam(None, list(values), ARRAY(column.type), unique=True))
 
 
-def _happened_not(why: exc.DBAPIError) -> bool:
-    """Whether the database says that the transaction did nothing."""
+def _is_worth_another_go(why: exc.DBAPIError, attempt: int) -> bool:
+    """Whether the transaction did nothing, and may well do better now."""
     original = why.orig
     if isinstance(original, sqlite3.OperationalError):
-        return "locked" in str(original) or "busy" in str(original)
-    return getattr(original, "sqlstate", None) in _TRY_AGAIN
+        return attempt < _ATTEMPTS and ("locked" in str(original) or "busy" in str(original))
+    state = getattr(original, "sqlstate", None) or ""
+    return attempt < {_MET: _MEETINGS}.get(state, _ATTEMPTS if state in _TRY_AGAIN else 0)
+
+
+def _as_ours(why: exc.DBAPIError) -> YardError:
+    """What a database's error means to callers: it is away, set up wrongly, or asked nonsense."""
+    said = f"database: {_said(why)}"
+    if getattr(why.orig, "sqlstate", None) == _FORBIDDEN:
+        return BadSetting(f"{said}: grant it to the user of the database's URL")
+    # SQLite has one class for a file that is locked, a disk that is full and a wrong statement.
+    code = getattr(why.orig, "sqlite_errorcode", None)
+    is_mistake = isinstance(why, _MISTAKES) or code == sqlite3.SQLITE_ERROR
+    return Bug(said) if is_mistake else RegistryUnavailable(said)
 
 
 def _said(why: exc.DBAPIError) -> str:

@@ -21,7 +21,7 @@ from weightyard.format.pack import MAX_PACK_BYTES, PACK_HEADER, PackBuilder, Pla
 from weightyard.logs import Log
 from weightyard.names import BlockId, Digest, PackId, Ref, UploadId
 from weightyard.records import CheckReport, Finding, HealReport
-from weightyard.registry import damage, history, outbox, schema, uploads, versions
+from weightyard.registry import damage, freshness, history, outbox, schema, uploads, versions
 from weightyard.registry.check import placements_in
 from weightyard.registry.chores import open_chore, small_files
 from weightyard.registry.database import Database
@@ -38,7 +38,11 @@ _BAD = ("damaged", "short", "replica-damaged", "missing")
 
 
 def heal(database: Database, store: Store, report: CheckReport, *, who: str = "") -> HealReport:
-    """Do what can be done about each finding. May be repeated; raises what the store raises."""
+    """Do what can be done about each finding. May be repeated.
+
+    Raises ForeignStore for a database older than its store, and what the store raises.
+    """
+    freshness.require_newest_of_all(database, store)
     healing = _Healing(database, store, who)
     healed: list[str] = []
     left: list[Finding] = []
@@ -69,7 +73,11 @@ class _Healing:
         name = finding.subject.rpartition("/")[2]
         match folder, finding.code:
             case "packs", "replication-low":
-                return self._raise_replication(PackId(name))
+                return self._raise_replication(schema.packs, name, layout.pack(PackId(name)))
+            case "manifests", "replication-low":
+                return self._raise_replication(
+                    schema.manifests, name, layout.manifest(Digest(name))
+                )
             case "packs", code if code in _BAD:
                 return self._rewrite(PackId(name))
             case "manifests", code if code in _BAD:
@@ -78,11 +86,10 @@ class _Healing:
                 return self._record_again(StorePath(finding.subject))
         return False
 
-    def _raise_replication(self, pack: PackId) -> bool:
-        row = self._row(schema.packs, pack.hex)
+    def _raise_replication(self, table: Table, name: str, path: StorePath) -> bool:
+        row = self._row(table, name)
         if row is not None:
-            options = FileOptions(replication=row.replication)
-            self._store.adjust(layout.pack(pack), options)
+            self._store.adjust(path, FileOptions(replication=row.replication))
         return row is not None
 
     def _rewrite(self, pack: PackId) -> bool:
@@ -110,13 +117,11 @@ class _Healing:
         self._database.write(partial(open_chore, upload=upload, chore="heal"))
         builder = PackBuilder(PackId.new(), MAX_PACK_BYTES)
         path = layout.pack(builder.pack)
-        begin = partial(
-            uploads.begin_pack,
-            upload=upload,
-            pack=builder.pack,
-            replication=old.replication,
-            policy=old.policy,
-        )
+
+        def begin(tx: Connection) -> None:
+            opened = uploads.fence(tx, upload)
+            uploads.insert_pack(tx, opened, builder.pack, old.replication, old.policy, old.project)
+
         self._database.write(begin)
         options = FileOptions(old.replication, old.bytes, old.policy)
         with self._store.stage(layout.staging(upload, builder.pack.hex), options) as stage:

@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any, TypeVar
 
 import msgspec
-from sqlalchemy import func, select
 
 from weightyard.errors import InvalidName, ManifestInvalid, UnknownFormat
 from weightyard.names import ModelName
-from weightyard.registry import schema
-from weightyard.registry.database import Database
 from weightyard.registry.outbox import RECORD_FORMAT
-from weightyard.storage import layout
 from weightyard.storage.store import Store, StorePath
 from weightyard.transfer.once import read_whole
 
@@ -71,42 +66,6 @@ def sequence_of(path: StorePath) -> int | None:
     """The number of a journal entry, by its path."""
     found = _JOURNAL.fullmatch(path.text)
     return None if found is None else int(found[1])
-
-
-def unknown_to(database: Database, store: Store) -> Iterator[StorePath]:
-    """Records and journal entries that a database cannot have caused.
-
-    There are none, unless the database is older than the store, or not its own: what it holds
-    to be unused may then be in use.
-    """
-    numbers: dict[ModelName, int] = {}
-    for file in store.list(layout.MODELS):
-        version = record_of(file.path)
-        if version is None:
-            continue
-        model, number = version
-        # Asked again where it seems too low: versions are published meanwhile.
-        if number > numbers.get(model, 0):
-            numbers[model] = _last_number(database, model)
-        if number > numbers[model]:
-            yield file.path
-    known = -1
-    for file in store.list(layout.JOURNAL):
-        sequence = sequence_of(file.path)
-        if sequence is not None and sequence > known:
-            known = _last_sequence(database)
-            if sequence > known:
-                yield file.path
-
-
-def _last_number(database: Database, model: ModelName) -> int:
-    m = schema.models
-    wanted = select(m.c.last_number).where(m.c.project == model.project, m.c.name == model.name)
-    return database.read(lambda tx: tx.scalar(wanted)) or 0
-
-
-def _last_sequence(database: Database) -> int:
-    return database.read(lambda tx: tx.scalar(select(func.max(schema.journal.c.id)))) or 0
 
 
 def _read(store: Store, path: StorePath, kind: type[_T]) -> _T:

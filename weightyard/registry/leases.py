@@ -9,21 +9,18 @@ from sqlalchemy import Connection, delete, insert, select, update
 
 from weightyard.errors import NoSuchThing, Refused
 from weightyard.names import Ref
-from weightyard.records import ReadLease
+from weightyard.records import MAX_HOLDER, MAX_LEASE_S, ReadLease
 from weightyard.registry import schema, versions
 from weightyard.registry.database import now_ms
 from weightyard.registry.rows import clock, moment
-
-MAX_S = 30 * 24 * 3600.0
-_MAX_HOLDER = 200
 
 _leases = schema.read_leases
 
 
 def take(tx: Connection, ref: Ref, holder: str, seconds: float) -> ReadLease:
     """Hold a version's bytes for a while, whatever happens to the version. Raises NoSuchThing."""
-    if not holder or len(holder) > _MAX_HOLDER:
-        raise Refused(f"a lease names its holder in 1 to {_MAX_HOLDER} characters")
+    if not holder or len(holder) > MAX_HOLDER:
+        raise Refused(f"a lease names its holder in 1 to {MAX_HOLDER} characters")
     row = versions.find(tx, ref)
     v = schema.versions
     # One statement notes the use and locks the row: a lock shared first would have to grow.
@@ -55,17 +52,29 @@ def renew(tx: Connection, lease_id: int, seconds: float) -> ReadLease:
     ).one_or_none()
     if row is None:
         raise NoSuchThing(f"read lease {lease_id} has ended: resolve the version again")
+    return _as_lease(tx, lease_id, row.version_id, row.holder, until_ms)
+
+
+def find(tx: Connection, lease_id: int) -> ReadLease:
+    """A lease that was not given up. Raises NoSuchThing."""
+    row = tx.execute(select(_leases).where(_leases.c.id == lease_id)).one_or_none()
+    if row is None:
+        raise NoSuchThing(f"there is no read lease {lease_id}")
+    return _as_lease(tx, lease_id, row.version_id, row.holder, row.until_ms)
+
+
+def _as_lease(
+    tx: Connection, lease_id: int, version_row: int, holder: str, until_ms: int
+) -> ReadLease:
+    """Its version may have been removed: that is what the lease is for."""
     v, m = schema.versions, schema.models
     project, name, number = tx.execute(
         select(m.c.project, m.c.name, v.c.number)
         .join(v, v.c.model_id == m.c.id)
-        .where(v.c.id == row.version_id)
+        .where(v.c.id == version_row)
     ).one()
     return ReadLease(
-        id=lease_id,
-        ref=f"{project}/{name}@v{number}",
-        holder=row.holder,
-        until=moment(until_ms),
+        id=lease_id, ref=f"{project}/{name}@v{number}", holder=holder, until=moment(until_ms)
     )
 
 
@@ -80,6 +89,6 @@ def drop_expired(tx: Connection) -> int:
 
 
 def _millis(seconds: float) -> int:
-    if not 0 < seconds <= MAX_S:
-        raise Refused(f"a lease lasts up to {MAX_S:.0f} s, not {seconds}")
+    if not 0 < seconds <= MAX_LEASE_S:
+        raise Refused(f"a lease lasts up to {MAX_LEASE_S:.0f} s, not {seconds}")
     return int(seconds * 1000)

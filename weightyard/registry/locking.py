@@ -6,7 +6,7 @@ when it is granted: only a statement begun after the lock sees a pin that came b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -35,17 +35,21 @@ def found(
     *,
     among: ColumnElement[bool] | None = None,
     size: int = _BATCH,
+    passed: Callable[[int], None] = lambda id: None,
 ) -> Iterator[ColumnElement[bool]]:
     """Rows that fit, some at a time, as the condition to look for them again.
 
     The table, or what is `among` it, is gone through by ranges of ids: however many rows there are
-    and however the database likes to answer, each question is about a few of them.
+    and however the database likes to answer, each question is about a few of them. `passed` is
+    told the id up to which all was seen.
     """
     after: int | None = 0
     while after is not None:
         after, ids = database.read(partial(_look, table=table, where=where, among=among, id=after))
         for batch in batches(ids, size):
             yield and_(table.c.id.in_(batch), where)
+        if after is not None:
+            passed(after)
 
 
 def _look(

@@ -1,7 +1,7 @@
 """Needs: what keeps a block, a pack or a manifest, as conditions in SQL.
 
 A block is needed if it is in a list, or the base of a delta of such a block (deltas have depth 1).
-Nothing here reads rows into memory: the database decides, by its indexes.
+Nothing here reads rows into memory: the database decides, by its indexes (`rows.some`).
 """
 
 from __future__ import annotations
@@ -10,62 +10,94 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from sqlalchemy import ColumnElement, Connection, FromClause, and_, exists, func, or_, select
+from sqlalchemy import (
+    BigInteger,
+    ColumnElement,
+    Connection,
+    FromClause,
+    and_,
+    any_,
+    bindparam,
+    exists,
+    func,
+    or_,
+    select,
+)
+from sqlalchemy.dialects.postgresql import ARRAY
 
 from weightyard.registry import schema
-from weightyard.registry.database import is_one_of, now_ms
+from weightyard.registry.database import now_ms
+from weightyard.registry.rows import some
 from weightyard.registry.schema import FileState, UploadState
 
 _packs, _pins, _v, _leases = schema.packs, schema.pins, schema.versions, schema.read_leases
 
 
 @dataclass(frozen=True, slots=True)
+class Leaving:
+    """Versions whose lists nobody will need once gc has been through."""
+
+    rows: Sequence[int]
+    is_sqlite: bool
+
+    @classmethod
+    def of(cls, tx: Connection, due: Sequence[int]) -> Leaving:
+        """Those that are due, and those removed before of which gc has not let go yet."""
+        edge = schema.version_lists.alias("edge")
+        has_edges = exists().where(edge.c.version_id == _v.c.id)
+        removed = select(_v.c.id).where(_v.c.removed_ms.is_not(None), has_edges, ~_is_held())
+        return cls([*due, *tx.scalars(removed)], tx.dialect.name == "sqlite")
+
+    def has(self, version: ColumnElement[int]) -> ColumnElement[bool]:
+        """Whether a version is one of them, however many they are."""
+        if self.is_sqlite:  # takes 32,766 values at most, and this comes several times
+            each = func.json_each(json.dumps(list(self.rows))).table_valued("value")
+            return version.in_(select(each.c.value))
+        return version == any_(bindparam(None, list(self.rows), ARRAY(BigInteger), unique=True))
+
+
+@dataclass(frozen=True, slots=True)
 class Needs:
-    """What is needed: now, or (given a condition on versions) once those versions have gone.
+    """What is needed: now, or (given versions that leave) once those have gone.
 
     A plan looks ahead: removed versions are purged, expired uploads have lost their pins.
     """
 
-    leaving: ColumnElement[bool] | None = None
+    leaving: Leaving | None = None
 
     def of_block(self, block: ColumnElement[int]) -> ColumnElement[bool]:
         """Whether some version needs a block, given by its row id."""
         delta = schema.placements.alias("delta")
         return or_(
             self._in_a_list(block),
-            exists().where(delta.c.base_id == block, self._in_a_list(delta.c.block_id)),
+            some(delta.c.base_id == block, self._in_a_list(delta.c.block_id)),
         )
 
     def of_pack(self) -> ColumnElement[bool]:
         """Whether a row of `packs` holds a needed block."""
         inside = schema.placements.alias("inside")
-        return exists().where(inside.c.pack_id == _packs.c.id, self.of_block(inside.c.block_id))
+        return some(inside.c.pack_id == _packs.c.id, self.of_block(inside.c.block_id))
 
     def only_of_pack(self) -> ColumnElement[bool]:
         """Whether a row of `packs` holds a needed block that no live pack has besides."""
         inside = schema.placements.alias("inside")
-        return exists().where(
+        return some(
             inside.c.pack_id == _packs.c.id,
             self.of_block(inside.c.block_id),
             ~_lies_in_a_live_pack(inside, but_not=inside.c.pack_id),
         )
 
     def of_placement(self, placement: FromClause) -> ColumnElement[bool]:
-        """Whether a placement must stay: its block is needed, and no older live pack has it.
-
-        Of equal placements the oldest pack keeps its own, whoever asks and in whichever order.
-        """
-        return and_(
-            self.of_block(placement.c.block_id),
-            ~_lies_in_a_live_pack(placement, before=placement.c.pack_id),
-        )
+        """Whether a placement must stay: its block is needed, and no older live pack has it."""
+        return and_(self.of_block(placement.c.block_id), ~lies_in_an_older_pack(placement))
 
     def of_manifest(self) -> ColumnElement[bool]:
         """Whether a version refers to a row of `manifests`, be it removed but not yet purged."""
         edge = schema.version_lists.alias("edge")
         refers = _v.c.manifest_id == schema.manifests.c.id
         if self.leaving is not None:
-            return exists().where(refers, self._stays())
+            gone = or_(_v.c.removed_ms.is_not(None), self.leaving.has(_v.c.id))
+            return exists().where(refers, or_(~gone, _is_held()))
         held = exists().where(_leases.c.version_id == _v.c.id)
         has_edges = exists().where(edge.c.version_id == _v.c.id)
         return exists().where(refers, or_(_v.c.removed_ms.is_(None), held, has_edges))
@@ -86,19 +118,12 @@ class Needs:
     def _in_a_list(self, block: ColumnElement[int]) -> ColumnElement[bool]:
         lists = schema.list_blocks.alias("lists_of")
         if self.leaving is None:
-            return exists().where(lists.c.block_id == block)
+            return some(lists.c.block_id == block)
         edge = schema.version_lists.alias("edge_of")
-        return exists().where(
-            lists.c.block_id == block,
-            edge.c.list_id == lists.c.list_id,
-            _v.c.id == edge.c.version_id,
-            self._stays(),
-        )
-
-    def _stays(self) -> ColumnElement[bool]:
-        assert self.leaving is not None
-        held = exists().where(_leases.c.version_id == _v.c.id, _leases.c.until_ms > now_ms())
-        return or_(and_(_v.c.removed_ms.is_(None), ~self.leaving), held)
+        # The newest version first: the one that stays if any does, however many share the list.
+        stays = ~self.leaving.has(edge.c.version_id)
+        in_use = some(edge.c.list_id == lists.c.list_id, stays, first=edge.c.version_id.desc())
+        return some(lists.c.block_id == block, in_use)
 
     def _counts(self, upload: ColumnElement[int]) -> tuple[ColumnElement[bool], ...]:
         if self.leaving is None:
@@ -108,12 +133,17 @@ class Needs:
         return (exists().where(u.c.id == upload, *alive),)
 
 
-def leaving(tx: Connection, version_rows: Sequence[int]) -> ColumnElement[bool]:
-    """The condition that a version is one of these, however many they are."""
-    if tx.dialect.name == "sqlite":  # takes 32,766 values at most, and this comes several times
-        each = func.json_each(json.dumps(list(version_rows))).table_valued("value")
-        return _v.c.id.in_(select(each.c.value))
-    return is_one_of(tx, _v.c.id, list(version_rows))
+def _is_held() -> ColumnElement[bool]:
+    """Whether a reader holds a row of `versions`."""
+    return exists().where(_leases.c.version_id == _v.c.id, _leases.c.until_ms > now_ms())
+
+
+def lies_in_an_older_pack(placement: FromClause) -> ColumnElement[bool]:
+    """Whether an older live pack has the same.
+
+    Of equal placements the oldest pack keeps its own, whoever asks and in whichever order.
+    """
+    return _lies_in_a_live_pack(placement, before=placement.c.pack_id)
 
 
 def _lies_in_a_live_pack(
@@ -125,7 +155,10 @@ def _lies_in_a_live_pack(
     """Whether the same block, on the same base or none, lies in another live pack."""
     twin, home = schema.placements.alias("twin"), _packs.alias("home")
     which = home.c.id != but_not if before is None else home.c.id < before
-    return exists().where(
+    if before is not None:  # where projects share nothing, each keeps its own
+        own = _packs.alias("own")
+        which = and_(which, own.c.id == before, home.c.project.is_not_distinct_from(own.c.project))
+    return some(
         twin.c.block_id == placement.c.block_id,
         twin.c.base_id.is_not_distinct_from(placement.c.base_id),
         home.c.id == twin.c.pack_id,

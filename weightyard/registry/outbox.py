@@ -6,7 +6,7 @@ did not happen. Any process may write them out; each has a name of its own and i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from weightyard.records import Version
 from weightyard.registry import schema
 from weightyard.registry.chores import small_files
 from weightyard.registry.database import Database
-from weightyard.registry.rows import clock
+from weightyard.registry.rows import clock, one_at_a_time
 from weightyard.storage import layout
 from weightyard.storage.store import Store, StorePath
 from weightyard.transfer.once import write_once
@@ -27,10 +27,14 @@ RECORD_FORMAT = 1
 
 
 def put_record(tx: Connection, version: Version) -> None:
-    """The commit record: from it and the manifest `rebuild` makes the version again."""
+    """The commit record: from it and the manifest `rebuild` makes the version again.
+
+    That of a new version comes after an entry of the journal: then no record is in a store whose
+    journal does not tell that there is something new (`freshness`).
+    """
     path = layout.record(ModelName.parse(version.model), version.number)
     content = version.model_dump(mode="json", exclude={"aliases", "last_used", "damaged"})
-    _put(tx, path, {"format": RECORD_FORMAT, "version": content})
+    _put(tx, {path: {"format": RECORD_FORMAT, "version": content}})
 
 
 def put_journal(
@@ -42,27 +46,54 @@ def put_journal(
     at_ms: int | None = None,
 ) -> None:
     """An entry of the journal: what changed that no record tells."""
+    put_journals(tx, what, who, [(subject, detail)], at_ms)
+
+
+def put_journals(
+    tx: Connection,
+    what: str,
+    who: str,
+    changes: Sequence[tuple[str, Mapping[str, Any]]],
+    at_ms: int | None = None,
+) -> None:
+    """The same for several subjects, in their order."""
+    if not changes:
+        return
+    one_at_a_time(tx)
     at_ms = clock(tx) if at_ms is None else at_ms
-    sequence = tx.execute(
-        insert(schema.journal).values(at_ms=at_ms).returning(schema.journal.c.id)
-    ).scalar_one()
-    entry = {
-        "format": RECORD_FORMAT,
-        "sequence": sequence,
-        "at_ms": at_ms,
-        "what": what,
-        "subject": subject,
-        "who": who,
-        "detail": dict(detail),
+    # Without gaps, which a sequence of PostgreSQL has: whether a store has a newer entry than this
+    # database is then told by looking for the next one (`freshness`).
+    first = last_sequence(tx) + 1
+    numbers = range(first, first + len(changes))
+    tx.execute(insert(schema.journal), [{"id": number, "at_ms": at_ms} for number in numbers])
+    entries = {
+        layout.journal(sequence): {
+            "format": RECORD_FORMAT,
+            "sequence": sequence,
+            "at_ms": at_ms,
+            "what": what,
+            "subject": subject,
+            "who": who,
+            "detail": dict(detail),
+        }
+        for sequence, (subject, detail) in zip(numbers, changes, strict=True)
     }
-    _put(tx, layout.journal(sequence), entry)
+    _put(tx, entries)
 
 
-def _put(tx: Connection, path: StorePath, content: Mapping[str, Any]) -> None:
+def last_sequence(tx: Connection) -> int:
+    """The number of the newest entry of the journal; 0: there is none."""
+    return tx.scalar(select(func.max(schema.journal.c.id))) or 0
+
+
+def _put(tx: Connection, files: Mapping[StorePath, Mapping[str, Any]]) -> None:
+    at_ms = clock(tx)
     tx.execute(
-        insert(schema.outbox).values(
-            path=path.text, content=msgspec.json.encode(content), created_ms=clock(tx)
-        )
+        insert(schema.outbox),
+        [
+            {"path": path.text, "content": msgspec.json.encode(content), "created_ms": at_ms}
+            for path, content in files.items()
+        ],
     )
 
 

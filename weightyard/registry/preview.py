@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from sqlalchemy import ColumnElement, Connection, Table, and_, func, or_, select
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from sqlalchemy import ColumnElement, Connection, Row, Select, Table, and_, func, or_, select
 
 from weightyard.records import GcReport
 from weightyard.registry import retention, rewrite, schema, sweep
 from weightyard.registry.collect import (
-    SHOWN_ITEMS,
     GcOptions,
     Tally,
     due_manifests,
@@ -17,7 +19,8 @@ from weightyard.registry.collect import (
 )
 from weightyard.registry.database import now_ms
 from weightyard.registry.locking import is_older
-from weightyard.registry.needs import Needs, leaving
+from weightyard.registry.needs import Leaving, Needs
+from weightyard.registry.progress import Progress, Step, silent
 from weightyard.registry.schema import FileState, UploadState
 
 _packs, _manifests, _uploads, _v = (
@@ -27,10 +30,15 @@ _packs, _manifests, _uploads, _v = (
     schema.versions,
 )
 
+_RANGE = 5000
+"""Rows looked at in one question."""
 
-def preview(tx: Connection, options: GcOptions) -> GcReport:
+
+def preview(tx: Connection, options: GcOptions, progress: Progress = silent) -> GcReport:
     """The report a run would give, as far as it can be known: others go on writing meanwhile."""
     tally = Tally()
+    plan = _Plan(tx, tally, progress)
+    progress(Step("looking at versions"))
     over = and_(_uploads.c.state == UploadState.OPEN, _uploads.c.lease_ms <= now_ms())
     tally.count(uploads_expired=_count(tx, _uploads, over))
     removed: list[int] = []
@@ -38,27 +46,28 @@ def preview(tx: Connection, options: GcOptions) -> GcReport:
         removed.append(due.version_row)
         tally.count(versions_removed=1)
         tally.note("version", due.ref, due.logical_bytes, due.why)
-    needs = Needs(leaving(tx, removed))
+    needs = Needs(Leaving.of(tx, removed))
     idle, due_now = idle_packs(needs), due_packs(needs, options.grace_ms)
     at_once = options.grace_ms == 0
     deleting = and_(_packs.c.state == FileState.DELETING, is_older(_packs, options.grace_ms))
-    _add(tx, tally, "pack", idle, "would be condemned: no version needs it", "condemned")
-    goes = or_(due_now, deleting, idle) if at_once else or_(due_now, deleting)
-    _add(tx, tally, "pack", goes, "would be deleted: nobody needs it, its grace is over", "deleted")
+    condemned = ["condemned", "deleted"] if at_once else ["condemned"]
+    plan.add("pack", idle, "would be condemned: no version needs it", *condemned)
+    goes = or_(due_now, deleting)
+    plan.add("pack", goes, "would be deleted: nobody needs it, its grace is over", "deleted")
     waiting = and_(
         _packs.c.state.in_((FileState.CONDEMNED, FileState.DELETING)),
         ~is_older(_packs, options.grace_ms),
     )
-    _add(tx, tally, "pack", waiting, "waits for its grace to be over", "waiting")
+    plan.add("pack", waiting, "waits for its grace to be over", "waiting")
     idle = idle_manifests(needs)
-    _add(tx, tally, "manifest", idle, "would be condemned: no version has it", "condemned")
+    plan.add("manifest", idle, "would be condemned: no version has it", *condemned)
     due_now = due_manifests(needs, options.grace_ms)
-    goes = or_(due_now, idle) if at_once else due_now
-    _add(tx, tally, "manifest", goes, "would be deleted: its grace is over", "deleted")
+    plan.add("manifest", due_now, "would be deleted: its grace is over", "deleted")
     ended = or_(sweep.ended_for(options.grace_ms), and_(over, _ended_long_ago(options.grace_ms)))
     tally.count(unfinished_removed=_count(tx, _packs, sweep.unfinished_packs(ended)))
     if options.rewrites:
-        for group in rewrite.plan(tx, needs, options.pack_bytes):
+        passed = plan.passing("looking for packs to rewrite", _packs)
+        for group in rewrite.plan(tx, needs, options.pack_bytes, passed):
             kept_bytes = sum(pack.kept_bytes for pack in group)
             tally.count(packs_rewritten=len(group), rewritten_bytes=kept_bytes)
             tally.count(packs_made=1 if kept_bytes else 0)
@@ -76,19 +85,41 @@ def _count(tx: Connection, table: Table, where: ColumnElement[bool]) -> int:
     return int(tx.scalar(select(func.count()).select_from(table).where(where)) or 0)
 
 
-def _add(
-    tx: Connection, tally: Tally, kind: str, where: ColumnElement[bool], why: str, what: str
-) -> None:
-    """Count files of a kind, and name the first of them."""
-    table = _packs if kind == "pack" else _manifests
-    count, size = tx.execute(
-        select(func.count(), func.coalesce(func.sum(table.c.bytes), 0)).where(where)
-    ).one()
-    tally.count(**{f"{kind}s_{what}": count})
-    if kind == "pack" or what == "deleted":
-        tally.count(**{f"{what}_bytes": int(size)})
-    shown = select(table.c.name, table.c.bytes).where(where).order_by(table.c.id)
-    rows = tx.execute(shown.limit(SHOWN_ITEMS)).all()
-    for row in rows:
-        tally.note(kind, row.name, row.bytes, why)
-    tally.count(items_in_all=count - len(rows))
+class _Plan:
+    """Finds what would go, a range of rows at a time, so that no answer is longer than that."""
+
+    def __init__(self, tx: Connection, tally: Tally, progress: Progress) -> None:
+        self._tx = tx
+        self._tally = tally
+        self._tell = progress
+
+    def add(self, kind: str, where: ColumnElement[bool], why: str, *what: str) -> None:
+        """Count files of a kind as what would happen to them, and name the first of them."""
+        table = _packs if kind == "pack" else _manifests
+        passed = self.passing(f"looking at {kind}s", table)
+        after: int | None = 0
+        while after is not None:
+            after, rows = self._range(table, where, after)
+            for row in rows:
+                self._tally.note(kind, row.name, row.bytes, why)
+            for one in what:
+                self._tally.count(**{f"{kind}s_{one}": len(rows)})
+                if kind == "pack" or one == "deleted":
+                    self._tally.count(**{f"{one}_bytes": sum(row.bytes for row in rows)})
+            if after is not None:
+                passed(after)
+
+    def passing(self, doing: str, table: Table) -> Callable[[int], None]:
+        last = self._tx.scalar(select(func.max(table.c.id))) or 0
+        self._tell(Step(doing, 0, last))
+        return lambda id: self._tell(Step(doing, id, last))
+
+    def _range(
+        self, table: Table, where: ColumnElement[bool], after: int
+    ) -> tuple[int | None, Sequence[Row[Any]]]:
+        ahead = select(table.c.id).where(table.c.id > after).order_by(table.c.id)
+        last = self._tx.scalar(ahead.offset(_RANGE - 1).limit(1))
+        fits: Select[Any] = select(table.c.name, table.c.bytes).where(where, table.c.id > after)
+        if last is not None:
+            fits = fits.where(table.c.id <= last)
+        return last, self._tx.execute(fits.order_by(table.c.id)).all()

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Connection, Table, func, insert, select, text, update
+from sqlalchemy import Connection, Row, Table, func, insert, select, update
 
 from weightyard.errors import Conflict, Damaged, ForeignStore, InvalidName, UnknownFormat
 from weightyard.names import Digest, ModelName, PackId, UploadId
 from weightyard.records import RebuildReport, Version
 from weightyard.registry import binding, commits, damage, migrate, schema, uploads
+from weightyard.registry.binding import YardFile
+from weightyard.registry.chores import small_files
 from weightyard.registry.database import Database
 from weightyard.registry.retell import Retold, RetoldModel, millis, retell
 from weightyard.registry.rows import clock, insert_missing, record_event
-from weightyard.registry.schema import FileState, UploadState
+from weightyard.registry.schema import Dedup, FileState, Settle, UploadState
 from weightyard.storage import layout
 from weightyard.storage.store import FileStat, Store
 from weightyard.transfer.publish import read_manifest
@@ -32,6 +34,9 @@ NOT_KEPT = (
     "what the old registry had not yet written into the store",
 )
 """What only a database has."""
+
+_NOBODY = ""
+"""No project has this name."""
 
 _FULL = (schema.models, schema.versions, schema.packs, schema.manifests, schema.tokens)
 
@@ -51,27 +56,36 @@ def rebuild(
         raise ForeignStore(f"{store.url} has no yard.json: there is nothing to rebuild from")
 
     def work(tx: Connection) -> RebuildReport:
-        mine = tx.execute(select(schema.registry)).one()
-        if mine.yard_id not in (None, yard.yard_id):
-            raise ForeignStore(f"this database belongs to yard {mine.yard_id}, not {yard.yard_id}")
-        for table in _FULL:
-            if tx.scalar(select(func.count()).select_from(table)):
-                raise Conflict(f"the database has {table.name} already: rebuild into an empty one")
+        mine = _require_empty(tx, yard)
         owner = mine.registry_id if adopt else binding.read_owner(store, yard).registry_id
-        report = _Rebuilding(tx, store).run(owner, yard.yard_id)
+        report = _Rebuilding(tx, store, yard.dedup).run(owner, yard.yard_id)
         record_event(tx, who, "registry.rebuilt", yard.yard_id, {"adopted": adopt})
-        binding.take_over(tx, store, yard, owner)
+        binding.take_over(tx, store, upload, yard, owner)
         return report
 
-    return database.write(work)
+    database.read(lambda tx: _require_empty(tx, yard))  # leaves no upload in one that is not
+    with small_files(database, store, "rebuild") as upload:
+        return database.write(work)
+
+
+def _require_empty(tx: Connection, yard: YardFile) -> Row[Any]:
+    """The registry's row. Raises Conflict, ForeignStore."""
+    mine = tx.execute(select(schema.registry)).one()
+    if mine.yard_id not in (None, yard.yard_id):
+        raise ForeignStore(f"this database belongs to yard {mine.yard_id}, not {yard.yard_id}")
+    for table in _FULL:
+        if tx.scalar(select(func.count()).select_from(table)):
+            raise Conflict(f"the database has {table.name} already: rebuild into an empty one")
+    return mine
 
 
 class _Rebuilding:
     """Fills one database, inside one transaction."""
 
-    def __init__(self, tx: Connection, store: Store) -> None:
+    def __init__(self, tx: Connection, store: Store, dedup: Dedup) -> None:
         self._tx = tx
         self._store = store
+        self._dedup = dedup
         self._at_ms = clock(tx)
         self._lost: list[str] = []
         self._damaged: list[str] = []
@@ -85,6 +99,8 @@ class _Rebuilding:
         for name, model in told.models.items():
             self._bring_back_model(name, model)
         self._name_parents(told)
+        if self._dedup is Dedup.PROJECT:
+            self._give_packs_to_projects()
         self._raise_replication()
         self._continue_journal(told.last_sequence)
         damage.mark_versions(self._tx)
@@ -139,16 +155,16 @@ class _Rebuilding:
             except InvalidName as why:
                 self._lost.append(f"{layout.STAGING}/{folder}: {why}")
                 continue
-            self._insert(
-                schema.uploads,
-                name=upload.hex,
-                project="weightyard",
-                model="rebuild",
-                author="",
-                state=UploadState.EXPIRED,
-                created_ms=self._at_ms,
-                lease_ms=self._at_ms,
-            )
+            left = {
+                "name": upload.hex,
+                "project": "weightyard",
+                "model": "rebuild",
+                "author": "",
+                "state": UploadState.EXPIRED,
+                "created_ms": self._at_ms,
+                "lease_ms": self._at_ms,
+            }
+            insert_missing(self._tx, schema.uploads, [left])  # a rebuild that failed has its row
 
     def _bring_back_model(self, name: ModelName, model: RetoldModel) -> None:
         row = self._insert(
@@ -250,10 +266,41 @@ class _Rebuilding:
                 else:
                     self._lost.append(f"{version.ref}: its parent {version.parent} is gone")
 
+    def _give_packs_to_projects(self) -> None:
+        """A pack goes to a project that has all of its blocks, and so learns nothing by it.
+
+        Nobody claims from one of which that is not known: what is in it is written anew.
+        """
+        p, lb, vl = schema.placements, schema.list_blocks, schema.version_lists
+        v, m, packs = schema.versions, schema.models, schema.packs
+        has = (
+            select(m.c.project, p.c.pack_id, func.count(p.c.block_id.distinct()).label("blocks"))
+            .join(v, v.c.model_id == m.c.id)
+            .join(vl, vl.c.version_id == v.c.id)
+            .join(lb, lb.c.list_id == vl.c.list_id)
+            .join(p, p.c.block_id == lb.c.block_id)
+            .group_by(m.c.project, p.c.pack_id)
+            .subquery()
+        )
+        in_all = (
+            select(p.c.pack_id, func.count(p.c.block_id.distinct()).label("blocks"))
+            .group_by(p.c.pack_id)
+            .subquery()
+        )
+        owner = (
+            select(func.min(has.c.project))
+            .join(in_all, in_all.c.pack_id == has.c.pack_id)
+            .where(has.c.pack_id == packs.c.id, has.c.blocks == in_all.c.blocks)
+            .scalar_subquery()
+        )
+        self._tx.execute(update(packs).values(project=func.coalesce(owner, _NOBODY)))
+
     def _raise_replication(self) -> None:
-        """A pack is kept as the most demanding version using it asks."""
+        """A file is kept as the most demanding version using it asks; `settle` finds out."""
         v, vl, lb, p = schema.versions, schema.version_lists, schema.list_blocks, schema.placements
-        packs = schema.packs
+        packs, manifests = schema.packs, schema.manifests
+        most = select(func.max(v.c.replication)).where(v.c.manifest_id == manifests.c.id)
+        self._tx.execute(update(manifests).values(replication=most.scalar_subquery()))
         for what in ("replication", "policy"):
             asked = (
                 select(func.max(v.c[what]))
@@ -264,17 +311,15 @@ class _Rebuilding:
                 .scalar_subquery()
             )
             self._tx.execute(update(packs).values({what: asked}))
+        for table in (packs, manifests):
+            asks = update(table).where(table.c.replication.is_not(None))
+            self._tx.execute(asks.values(settle=Settle.REVIEW))
 
     def _continue_journal(self, last_sequence: int) -> None:
         """The next entry gets a number that none in the store has."""
         if not last_sequence:
             return
         self._tx.execute(insert(schema.journal).values(id=last_sequence, at_ms=self._at_ms))
-        if self._tx.dialect.name == "postgresql":
-            self._tx.execute(
-                text("SELECT setval(pg_get_serial_sequence('journal', 'id'), :last)"),
-                {"last": last_sequence},
-            )
 
     def _file(self, name: str, file: FileStat) -> dict[str, Any]:
         return {

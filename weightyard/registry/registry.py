@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
-from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from sqlalchemy import Connection
 
+from weightyard.closing import Closing
 from weightyard.errors import RegistryUnavailable
 from weightyard.format.manifest import Manifest
 from weightyard.format.pack import Placement
@@ -55,6 +56,7 @@ from weightyard.registry import (
     leases,
     migrate,
     outbox,
+    policies,
     preview,
     quotas,
     received,
@@ -65,9 +67,12 @@ from weightyard.registry import (
 )
 from weightyard.registry.collect import GcOptions
 from weightyard.registry.database import Database
+from weightyard.registry.progress import Progress, silent
 from weightyard.registry.uploads import OpenUpload, Reading
+from weightyard.storage.cancel import Cancel
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import ANYTHING, Anything, ManifestFile
+from weightyard.transfer.watching import Sighting, polled
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -76,31 +81,31 @@ LEASE_S = 900.0
 """How long an upload lives without a sign of life."""
 
 
-class Registry:
+class Registry(Closing):
     """Models, versions and aliases, and where their blocks lie. Thread-safe.
 
-    `who` is the name under which this process does things, where no other is given.
+    `who` is the name under which this process does things, where no other is given. Given its
+    `store`, whatever changes something raises ForeignStore if the database is older than that.
     """
 
-    def __init__(self, database: Database, *, who: str = "", lease_s: float = LEASE_S) -> None:
+    is_service = False
+
+    def __init__(
+        self,
+        database: Database,
+        *,
+        store: Store | None = None,
+        who: str = "",
+        lease_s: float = LEASE_S,
+    ) -> None:
         self.database = database
+        self._store = store
         self._who = who
         self._lease_s = lease_s
         migrate.require_current(database)
 
     def close(self) -> None:
         self.database.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.close()
 
     def placements(
         self, blocks: Sequence[BlockId], *, reading: Reading | None = None
@@ -109,6 +114,9 @@ class Registry:
 
     def resolve(self, ref: Ref) -> Version:
         return self.database.read(lambda tx: versions.resolve(tx, ref))
+
+    def watch(self, ref: Ref, *, poll_s: float, stop: Cancel) -> Iterator[Sighting]:
+        return polled(partial(self.resolve, ref), poll_s, stop)
 
     def model(self, name: ModelName) -> Model:
         return self.database.read(lambda tx: versions.get_model(tx, name))
@@ -141,7 +149,7 @@ class Registry:
             versions.ensure_model(tx, name, self._or_me(who))
             return versions.get_model(tx, name)
 
-        return self.database.write(work)
+        return self._change(work)
 
     def annotate(
         self,
@@ -155,16 +163,16 @@ class Registry:
 
         With `expect`, only if its `etag` is this one. Raises NoSuchThing, Changed.
         """
-        return self.database.write(
+        return self._change(
             lambda tx: versions.annotate(tx, ref, self._or_me(who), changes, expect)
         )
 
     def remove(self, ref: Ref, *, who: str | None = None, reason: str = "") -> Version:
         """Take a version out of sight. Raises NoSuchThing, Protected."""
-        return self.database.write(lambda tx: versions.remove(tx, ref, self._or_me(who), reason))
+        return self._change(lambda tx: versions.remove(tx, ref, self._or_me(who), reason))
 
     def remove_model(self, name: ModelName, *, who: str | None = None) -> None:
-        self.database.write(lambda tx: versions.remove_model(tx, name, self._or_me(who)))
+        self._change(lambda tx: versions.remove_model(tx, name, self._or_me(who)))
 
     def mark_used(self, ref: Ref) -> None:
         """Note that a version is being loaded, for retention by last use."""
@@ -173,9 +181,7 @@ class Registry:
     def set_retention(
         self, name: ModelName, retention: Retention | None, *, who: str | None = None
     ) -> None:
-        self.database.write(
-            lambda tx: versions.set_retention(tx, name, retention, self._or_me(who))
-        )
+        self._change(lambda tx: versions.set_retention(tx, name, retention, self._or_me(who)))
 
     def alias(self, name: ModelName, alias: AliasName) -> int | None:
         """The number of the version an alias is on, or None."""
@@ -192,7 +198,7 @@ class Registry:
         expect: int | Anything | None = ANYTHING,
     ) -> AliasMove:
         """Put an alias on a version; None removes it. Raises NoSuchThing, AliasMoved."""
-        return self.database.write(
+        return self._change(
             lambda tx: aliases.move(
                 tx, name, alias, to, who=self._or_me(who), reason=reason, expect=expect
             )
@@ -211,7 +217,7 @@ class Registry:
     def rollback_alias(
         self, name: ModelName, alias: AliasName, *, who: str | None = None, reason: str = ""
     ) -> AliasMove:
-        return self.database.write(
+        return self._change(
             lambda tx: aliases.rollback(tx, name, alias, who=self._or_me(who), reason=reason)
         )
 
@@ -225,7 +231,7 @@ class Registry:
             quotas.require(tx, model.project, more_versions=1)
             uploads.open_upload(tx, upload, model, author, self._lease_s, publication)
 
-        self.database.write(work)
+        self._change(work)
         return self.resume_upload(upload, publication)
 
     def find_upload(self, upload: UploadId) -> OpenUpload:
@@ -239,7 +245,9 @@ class Registry:
 
         With `reading`, it claims and publishes only what may be read by whom that is for.
         """
-        return RegistryUpload(self.database, upload, publication, self._lease_s, reading)
+        return RegistryUpload(
+            self.database, upload, publication, self._lease_s, reading, self._store
+        )
 
     def create_token(
         self, name: TokenName, role: Role, projects: Sequence[str], *, who: str | None = None
@@ -314,8 +322,13 @@ class Registry:
         return heal.heal(self.database, store, report, who=self._who)
 
     def flush_outbox(self, store: Store) -> int:
-        """Write records and journal entries that are waiting into the store."""
-        return outbox.flush(self.database, store)
+        """Write records and journal entries that are waiting into the store; how many.
+
+        It is also told how to keep files of which more was asked for meanwhile.
+        """
+        done = outbox.flush(self.database, store)
+        replication.settle(self.database, store)
+        return done
 
     def gc(
         self,
@@ -324,6 +337,7 @@ class Registry:
         *,
         dry_run: bool = False,
         who: str | None = None,
+        progress: Progress = silent,
     ) -> GcReport:
         """Take away what nobody needs; with `dry_run`, say what that would be.
 
@@ -333,20 +347,33 @@ class Registry:
         options = options or GcOptions()
         if dry_run:
             options.require_safe()
-            freshness.require_newest(self.database, store)
-            return self.database.read(lambda tx: preview.preview(tx, options))
-        return collect.collect(self.database, store, options, self._or_me(who))
+            freshness.require_newest_of_all(self.database, store)
+            return self.database.read(lambda tx: preview.preview(tx, options, progress))
+        return collect.collect(self.database, store, options, self._or_me(who), progress)
 
     def keep(
         self, ref: Ref, *, copies: int | None, policy: str | None, who: str | None = None
     ) -> Version:
         """Ask for copies or a policy; `settle_replication` tells the store. Raises NoSuchThing."""
-        return self.database.write(
+        return self._change(
             lambda tx: keeping.keep(tx, ref, copies=copies, policy=policy, who=self._or_me(who))
         )
 
+    def keep_on(
+        self,
+        store: Store,
+        ref: Ref,
+        *,
+        copies: int | None,
+        policy: str | None,
+        who: str | None = None,
+    ) -> Version:
+        """As `keep`, if the store can do it. Raises NoSuchThing, Unsupported."""
+        policies.require_possible(self.database, store, ref, policy)
+        return self.keep(ref, copies=copies, policy=policy, who=who)
+
     def settle_replication(self, store: Store) -> int:
-        """Tell the store how to keep packs of which that changed; how many there were."""
+        """Tell the store how to keep files of which that changed; how many there were."""
         return replication.settle(self.database, store)
 
     def cost(self, ref: Ref, *, copies: int = 1, shown: int = cost.SHOWN) -> Cost:
@@ -364,6 +391,10 @@ class Registry:
         """Keep a version's bytes for a reader, even if it is removed. Raises NoSuchThing."""
         return self.database.write(lambda tx: leases.take(tx, ref, holder, seconds))
 
+    def find_lease(self, lease_id: int) -> ReadLease:
+        """Which version a lease is on. Raises NoSuchThing."""
+        return self.database.read(lambda tx: leases.find(tx, lease_id))
+
     def renew_lease(self, lease_id: int, seconds: float) -> ReadLease:
         """Raises NoSuchThing if the lease has ended: its bytes may go from now on."""
         return self.database.write(lambda tx: leases.renew(tx, lease_id, seconds))
@@ -371,6 +402,12 @@ class Registry:
     def release_lease(self, lease_id: int) -> None:
         """Idempotent."""
         self.database.write(lambda tx: leases.release(tx, lease_id))
+
+    def _change(self, work: Callable[[Connection], _T]) -> _T:
+        """Write something that a database older than its store must not write."""
+        if self._store is not None:
+            freshness.require_newest_if_told(self.database, self._store)
+        return self.database.write(work)
 
     def _or_me(self, who: str | None) -> str:
         return self._who if who is None else who
@@ -386,19 +423,21 @@ class RegistryUpload:
         publication: Publication,
         lease_s: float,
         reading: Reading | None = None,
+        store: Store | None = None,
     ) -> None:
         self._database = database
         self._id = upload
         self._publication = publication
         self._lease_s = lease_s
         self._reading = reading
+        self._store = store
 
     @property
     def id(self) -> UploadId:
         return self._id
 
     def claim(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
-        self._database.write(lambda tx: uploads.revive(tx, blocks))
+        self._database.write(lambda tx: uploads.revive(tx, self._id, blocks))
         return self._write(uploads.claim, blocks, self._reading)
 
     def begin_pack(self, pack: PackId) -> None:
@@ -412,11 +451,14 @@ class RegistryUpload:
         self._write(uploads.heartbeat, self._lease_s)
 
     def begin_manifest(self, file: ManifestFile) -> None:
-        self._write(uploads.begin_manifest, file.digest, file.stored_bytes)
+        copies = self._publication.replication
+        self._write(uploads.begin_manifest, file.digest, file.stored_bytes, copies)
 
     def commit(
         self, digest: Digest, manifest: Manifest, publication: Publication, key: str
     ) -> Version:
+        if self._store is not None:
+            freshness.require_newest(self._database, self._store)
         return self._write(commits.commit, digest, manifest, publication, key, self._reading)
 
     def committed(self, key: str) -> Version | None:

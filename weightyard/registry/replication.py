@@ -1,108 +1,51 @@
-"""Replication and policy: the store keeps a pack as the most demanding version using it asks.
+"""Replication and policy: the store keeps a file as the most demanding version using it asks.
 
 Commit raises at once (`commits`); gc lowers, when a version that asked for more is gone. Both only
-say so in the pack's row; `settle` tells the store.
+say so in the row of the pack or manifest; `settle` tells the store.
 """
 
 from __future__ import annotations
 
-from contextlib import suppress
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Select, func, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Select,
+    Table,
+    case,
+    func,
+    literal,
+    or_,
+    select,
+    update,
+)
 
-from weightyard.errors import FileMissing
-from weightyard.names import PackId
+from weightyard.errors import FileMissing, Unsupported
+from weightyard.logs import Log
+from weightyard.names import Digest, PackId
 from weightyard.registry import schema
 from weightyard.registry.database import Database
 from weightyard.registry.locking import found
 from weightyard.registry.schema import FileState, Settle
 from weightyard.storage import layout
-from weightyard.storage.store import FileOptions, Store
+from weightyard.storage.store import FileOptions, Store, StorePath
 
-_packs, _p, _v = schema.packs, schema.placements, schema.versions
+_log = Log(__name__)
+
+_packs, _manifests, _p, _v = schema.packs, schema.manifests, schema.placements, schema.versions
 _lb, _vl = schema.list_blocks, schema.version_lists
 
 _KEPT = (FileState.LIVE, FileState.CONDEMNED)
 
-
-def review_packs_of(tx: Connection, version_row: int) -> None:
-    """Note that a version's packs may be kept less well from now on, if it asked for something."""
-    asked = tx.execute(select(_v.c.replication, _v.c.policy).where(_v.c.id == version_row)).one()
-    if asked.replication is None and asked.policy is None:
-        return
-    mine = (
-        select(_lb.c.block_id)
-        .join(_vl, _vl.c.list_id == _lb.c.list_id)
-        .where(_vl.c.version_id == version_row)
-    )
-    bases = select(_p.c.base_id).where(_p.c.block_id.in_(mine), _p.c.base_id.is_not(None))
-    holding = select(_p.c.pack_id).where(or_(_p.c.block_id.in_(mine), _p.c.block_id.in_(bases)))
-    # In the order of ids, as claims lock packs.
-    rows = tx.scalars(
-        select(_packs.c.id)
-        .where(_packs.c.id.in_(holding))
-        .where(or_(_packs.c.replication.is_not(None), _packs.c.policy.is_not(None)))
-        .order_by(_packs.c.id)
-        .with_for_update()
-    ).all()
-    for pack_row in rows:
-        tx.execute(update(_packs).where(_packs.c.id == pack_row).values(settle=Settle.REVIEW))
+_USUAL_COPIES = 3
+"""What HDFS keeps of a file for which nobody asked, unless it is set up otherwise."""
 
 
-def settle(database: Database, store: Store) -> int:
-    """Tell the store how to keep the packs of which that changed; returns how many."""
-    unsettled = _packs.c.settle.is_not(None)
-    default: int | None = None
-    done = 0
-    for one in found(database, _packs, unsettled, among=unsettled, size=1):
-        row = database.write(partial(_wanted, which=one))
-        if row is None:
-            continue
-        name, replication, policy = row
-        if replication is None and default is None:
-            default = store.stat(layout.YARD).replication  # as files are that nobody asked for
-        options = FileOptions(replication=replication or default, policy=policy)
-        with suppress(FileMissing):  # `check` says so; there is nothing to adjust
-            store.adjust(layout.pack(PackId(name)), options)
-        database.write(partial(_settled, name=name, replication=replication, policy=policy))
-        done += 1
-    return done
-
-
-def _wanted(
-    tx: Connection, which: ColumnElement[bool]
-) -> tuple[str, int | None, str | None] | None:
-    """How a pack should be kept; None if it does not matter any more."""
-    row = tx.execute(select(_packs).where(which).with_for_update()).one_or_none()
-    if row is None:
-        return None
-    if row.state not in _KEPT:
-        tx.execute(update(_packs).where(_packs.c.id == row.id).values(settle=None))
-        return None
-    if row.settle != Settle.REVIEW:
-        return row.name, row.replication, row.policy
-    asked = _asked(row.id)
-    policy = tx.scalar(
-        asked.with_only_columns(_v.c.policy)
-        .where(_v.c.policy.is_not(None))
-        .order_by(_v.c.id.desc())
-        .limit(1)
-    )
-    highest = row.replication
-    as_much = asked.where(_v.c.replication >= highest).limit(1)
-    if highest is not None and tx.scalar(as_much) is None:
-        highest = tx.scalar(asked.with_only_columns(func.max(_v.c.replication)))
-    tx.execute(
-        update(_packs)
-        .where(_packs.c.id == row.id)
-        .values(replication=highest, policy=policy, settle=Settle.ADJUST)
-    )
-    return row.name, highest, policy
-
-
-def _asked(pack_row: int) -> Select[Any]:
+def _users_of_pack(pack_row: int) -> Select[Any]:
     """Versions that need blocks of a pack, as bases too."""
     delta = _p.alias("delta")
     inside = select(_p.c.block_id).where(_p.c.pack_id == pack_row)
@@ -112,11 +55,171 @@ def _asked(pack_row: int) -> Select[Any]:
     return select(_v.c.id).where(_v.c.removed_ms.is_(None), _v.c.id.in_(using))
 
 
-def _settled(tx: Connection, name: str, replication: int | None, policy: str | None) -> None:
-    """The store was told, unless something else was asked for meanwhile."""
-    same = (
-        _packs.c.replication.is_not_distinct_from(replication),
-        _packs.c.policy.is_not_distinct_from(policy),
-        _packs.c.settle == Settle.ADJUST,
+def _users_of_manifest(manifest_row: int) -> Select[Any]:
+    return select(_v.c.id).where(_v.c.removed_ms.is_(None), _v.c.manifest_id == manifest_row)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    table: Table
+    path: Callable[[str], StorePath]
+    users: Callable[[int], Select[Any]]
+    """The versions that use a row."""
+    has_policy: bool
+    """A manifest is read by every load of its version: it stays on whatever disks are usual."""
+
+
+_KINDS = (
+    _Kind(_packs, lambda name: layout.pack(PackId(name)), _users_of_pack, has_policy=True),
+    _Kind(
+        _manifests, lambda name: layout.manifest(Digest(name)), _users_of_manifest, has_policy=False
+    ),
+)
+
+
+def ask(
+    tx: Connection,
+    table: Table,
+    which: ColumnElement[bool],
+    copies: int | None,
+    policy: str | None = None,
+) -> None:
+    """Note in rows, which the caller holds, that one more version uses them and asks for this.
+
+    A version that asks for nothing wants what the store keeps of any file, which only the store
+    knows: where that may differ from what the row says, `settle` finds out.
+    """
+    kept = table.c.replication
+    if copies is None:
+        may_be_few = update(table).where(which, kept < _USUAL_COPIES)
+        tx.execute(may_be_few.values(settle=Settle.REVIEW))
+    else:
+        is_review = or_(kept.is_(None), table.c.settle == Settle.REVIEW)
+        more = update(table).where(which, or_(kept.is_(None), kept < copies))
+        settled = case((is_review, literal(Settle.REVIEW)), else_=literal(Settle.ADJUST))
+        tx.execute(more.values(replication=copies, settle=settled))
+    if policy is not None:
+        other = update(table).where(which, table.c.policy.is_distinct_from(policy))
+        is_review = table.c.settle == Settle.REVIEW
+        settled = case((is_review, literal(Settle.REVIEW)), else_=literal(Settle.ADJUST))
+        tx.execute(other.values(policy=policy, settle=settled))
+
+
+def review_files_of(tx: Connection, version_row: int) -> None:
+    """Note that a version's files may be kept less well from now on, if it asked for something."""
+    asked = tx.execute(
+        select(_v.c.replication, _v.c.policy, _v.c.manifest_id).where(_v.c.id == version_row)
+    ).one()
+    if asked.replication is None and asked.policy is None:
+        return
+    # In the order of ids, as claims lock packs.
+    rows = tx.scalars(
+        select(_packs.c.id)
+        .where(_packs.c.id.in_(packs_of(version_row)))
+        .where(or_(_packs.c.replication.is_not(None), _packs.c.policy.is_not(None)))
+        .order_by(_packs.c.id)
+        .with_for_update()
+    ).all()
+    for pack_row in rows:
+        tx.execute(update(_packs).where(_packs.c.id == pack_row).values(settle=Settle.REVIEW))
+    tx.execute(
+        update(_manifests)
+        .where(_manifests.c.id == asked.manifest_id, _manifests.c.replication.is_not(None))
+        .values(settle=Settle.REVIEW)
     )
-    tx.execute(update(_packs).where(_packs.c.name == name, *same).values(settle=None))
+
+
+def packs_of(version_row: int) -> Select[Any]:
+    """Row ids of the packs that hold a version's blocks and their bases."""
+    mine = (
+        select(_lb.c.block_id)
+        .join(_vl, _vl.c.list_id == _lb.c.list_id)
+        .where(_vl.c.version_id == version_row)
+    )
+    bases = select(_p.c.base_id).where(_p.c.block_id.in_(mine), _p.c.base_id.is_not(None))
+    return select(_p.c.pack_id).where(or_(_p.c.block_id.in_(mine), _p.c.block_id.in_(bases)))
+
+
+def settle(database: Database, store: Store) -> int:
+    """Tell the store how to keep the files of which that changed; returns how many."""
+    if not database.read(_is_anything_waiting):
+        return 0
+    usual = store.stat(layout.YARD).replication  # as files are for which nobody asked
+    done = 0
+    for kind in _KINDS:
+        waiting = kind.table.c.settle.is_not(None)
+        for one in found(database, kind.table, waiting, among=waiting, size=1):
+            done += _settle_one(database, store, kind, one, usual)
+    return done
+
+
+def _is_anything_waiting(tx: Connection) -> bool:
+    return any(
+        tx.scalar(select(kind.table.c.id).where(kind.table.c.settle.is_not(None)).limit(1))
+        for kind in _KINDS
+    )
+
+
+def _settle_one(
+    database: Database, store: Store, kind: _Kind, which: ColumnElement[bool], usual: int
+) -> bool:
+    row = database.write(partial(_wanted, kind=kind, which=which, usual=usual))
+    if row is None:
+        return False
+    name, copies, policy = row
+    try:
+        store.adjust(kind.path(name), FileOptions(replication=copies or usual, policy=policy))
+    except FileMissing:
+        pass  # `check` says so; there is nothing to adjust
+    except Unsupported as why:  # asked of what was there already: nothing was written that way
+        _log.warning("replication.unsupported", path=kind.path(name), reason=why)
+    database.write(partial(_settled, kind=kind, name=name, copies=copies, policy=policy))
+    return True
+
+
+def _wanted(
+    tx: Connection, kind: _Kind, which: ColumnElement[bool], usual: int
+) -> tuple[str, int | None, str | None] | None:
+    """How a file should be kept; None if it does not matter any more."""
+    table = kind.table
+    row = tx.execute(select(table).where(which).with_for_update()).one_or_none()
+    if row is None:
+        return None
+    if row.state not in _KEPT:
+        tx.execute(update(table).where(table.c.id == row.id).values(settle=None))
+        return None
+    if row.settle != Settle.REVIEW:
+        return row.name, row.replication, row.policy
+    users = kind.users(row.id)
+    policy = _newest_policy(tx, users) if kind.has_policy else None
+    copies = row.replication
+    as_many = users.where(_v.c.replication >= copies).limit(1)
+    if copies is not None and tx.scalar(as_many) is None:
+        copies = tx.scalar(users.with_only_columns(func.max(_v.c.replication)))
+    if copies is not None and copies <= usual:
+        asks_nothing = users.where(_v.c.replication.is_(None)).limit(1)
+        copies = None if tx.scalar(asks_nothing) is not None else copies
+    tx.execute(
+        update(table)
+        .where(table.c.id == row.id)
+        .values(replication=copies, policy=policy, settle=Settle.ADJUST)
+    )
+    return row.name, copies, policy
+
+
+def _newest_policy(tx: Connection, users: Select[Any]) -> str | None:
+    wanted = users.with_only_columns(_v.c.policy).where(_v.c.policy.is_not(None))
+    return tx.scalar(wanted.order_by(_v.c.id.desc()).limit(1))
+
+
+def _settled(
+    tx: Connection, kind: _Kind, name: str, copies: int | None, policy: str | None
+) -> None:
+    """The store was told, unless something else was asked for meanwhile."""
+    table = kind.table
+    same = (
+        table.c.replication.is_not_distinct_from(copies),
+        table.c.policy.is_not_distinct_from(policy),
+        table.c.settle == Settle.ADJUST,
+    )
+    tx.execute(update(table).where(table.c.name == name, *same).values(settle=None))

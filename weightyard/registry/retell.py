@@ -102,6 +102,7 @@ class _Telling:
             "alias": self._moved,
             "annotated": self._annotated,
             "removed": self._removed,
+            "published": self._published,
             "collecting": lambda entry: None,
         }
 
@@ -175,6 +176,13 @@ class _Telling:
         if isinstance(ref.selector, int):
             model = self._model(ref.model)
             model.versions.pop(ref.selector, None)
+            model.last_number = max(model.last_number, ref.selector)
+
+    def _published(self, entry: JournalEntry) -> None:
+        """Its record tells the rest; without one the number is used up all the same."""
+        ref = Ref.parse(entry.subject)
+        if isinstance(ref.selector, int):
+            model = self._model(ref.model)
             model.last_number = max(model.last_number, ref.selector)
 
     def _model(self, name: ModelName) -> RetoldModel:

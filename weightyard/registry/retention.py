@@ -7,21 +7,26 @@ holds it. Rules only ever take away versions of which all say that they may go.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, exists, func, select
+from sqlalchemy import ColumnElement, Connection, Row, and_, exists, func, select, update
 
-from weightyard.errors import NoSuchThing, Protected
-from weightyard.names import ModelName, Ref
+from weightyard.names import ModelName
 from weightyard.records import Retention
-from weightyard.registry import schema, versions
-from weightyard.registry.database import Database, now_ms
+from weightyard.registry import outbox, schema
+from weightyard.registry.database import Database, is_one_of, now_ms
+from weightyard.registry.locking import lock
+from weightyard.registry.rows import batches, record_events
 
 _v, _m, _a, _leases = schema.versions, schema.models, schema.aliases, schema.read_leases
-_BATCH = 500
+_BATCH = 5000
+"""Versions looked at in one question."""
+_REMOVED_AT_ONCE = 200
+"""Versions removed in one transaction: others wait for its locks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +34,7 @@ class Due:
     """A version that may go, and why."""
 
     version_row: int
+    model_row: int
     ref: str
     logical_bytes: int
     why: str
@@ -48,52 +54,67 @@ def plan(tx: Connection) -> Iterator[Due]:
         if model is None:
             return
         after = model.id
-        for due in _due_of_model(tx, model):
-            if not _has_child(tx, due.version_row, gone):
-                gone.add(due.version_row)
-                yield due
+        for batch in _due_of_model(tx, model):
+            yield from _without_children(tx, batch, gone)
 
 
 def apply(database: Database, who: str) -> Iterator[Due]:
-    """Remove what may go, each version in a transaction that looks again."""
-    for due in database.read(lambda tx: list(plan(tx))):
-        if database.write(partial(_remove, due=due, who=who)):
-            yield due
+    """Remove what may go, some versions in each transaction, which looks again."""
+    for model, dues in groupby(
+        database.read(lambda tx: list(plan(tx))), key=lambda due: due.model_row
+    ):
+        for batch in batches(dues, _REMOVED_AT_ONCE):
+            yield from database.write(partial(_remove, model_row=model, dues=batch, who=who))
 
 
-def _remove(tx: Connection, due: Due, who: str) -> bool:
-    ref = Ref.parse(due.ref)
-    try:
-        row = versions.hold(tx, versions.find(tx, ref), alone=True)
-        model = versions.model_row(tx, ref.model)
-        if not any(still.version_row == row.id for still in _due_of_model(tx, model, row.id)):
-            return False
-        versions.remove(tx, ref, who, due.why)
-    except (NoSuchThing, Protected):  # removed by someone else, or got an alias meanwhile
-        return False
-    return True
+def _remove(tx: Connection, model_row: int, dues: Sequence[Due], who: str) -> list[Due]:
+    """Those of them that were still due once they were locked; whoever holds one keeps it."""
+    model = tx.execute(select(_m).where(_m.c.id == model_row)).one()
+    conditions, why = _conditions(model.id, Retention.model_validate(model.retention or {}))
+    if not why:
+        return []
+    mine = is_one_of(tx, _v.c.id, [due.version_row for due in dues])
+    locked = set(lock(tx, _v, and_(conditions, mine)))
+    due_still = [due for due in dues if due.version_row in locked]
+    going = list(_without_children(tx, due_still, set()))
+    gone = is_one_of(tx, _v.c.id, [due.version_row for due in going])
+    tx.execute(update(_v).where(gone).values(removed_ms=now_ms()))
+    told = [(due.ref, {"reason": why}) for due in going]
+    record_events(tx, who, "version.removed", told)
+    outbox.put_journals(tx, "removed", who, told)
+    return going
 
 
-def _due_of_model(tx: Connection, model: Row[Any], version_row: int | None = None) -> Iterator[Due]:
-    """By the model's rules alone; parents are left to the caller."""
-    rules = Retention.model_validate(model.retention or {})
-    conditions, why = _conditions(model.id, rules)
+def _due_of_model(tx: Connection, model: Row[Any]) -> Iterator[list[Due]]:
+    """By the model's rules alone, the newest first; children are left to the caller."""
+    conditions, why = _conditions(model.id, Retention.model_validate(model.retention or {}))
     if not why:
         return
-    if version_row is not None:
-        conditions = and_(conditions, _v.c.id == version_row)
-    before = None
-    while True:
-        wanted = select(_v.c.id, _v.c.number, _v.c.logical_bytes).where(conditions)
-        if before is not None:
-            wanted = wanted.where(_v.c.number < before)
-        rows = tx.execute(wanted.order_by(_v.c.number.desc()).limit(_BATCH)).all()
-        for row in rows:
-            name = ModelName(model.project, model.name)
-            yield Due(row.id, f"{name}@v{row.number}", row.logical_bytes, why)
-        if len(rows) < _BATCH:
-            return
-        before = rows[-1].number
+    name = ModelName(model.project, model.name)
+    wanted = select(_v.c.id, _v.c.number, _v.c.logical_bytes).where(conditions)
+    wanted = wanted.order_by(_v.c.number.desc()).limit(_BATCH)
+    rows = tx.execute(wanted).all()
+    while rows:
+        yield [
+            Due(row.id, model.id, f"{name}@v{row.number}", row.logical_bytes, why) for row in rows
+        ]
+        rows = tx.execute(wanted.where(_v.c.number < rows[-1].number)).all()
+
+
+def _without_children(tx: Connection, dues: Sequence[Due], gone: set[int]) -> Iterator[Due]:
+    """Those of them, the newest first, whose children are all gone; then they are, too."""
+    rows = [due.version_row for due in dues]
+    children: dict[int, list[int]] = {}
+    for child, parent in tx.execute(
+        select(_v.c.id, _v.c.parent_id).where(
+            is_one_of(tx, _v.c.parent_id, rows), _v.c.removed_ms.is_(None)
+        )
+    ):
+        children.setdefault(parent, []).append(child)
+    for due in dues:
+        if gone.issuperset(children.get(due.version_row, ())):
+            gone.add(due.version_row)
+            yield due
 
 
 def _conditions(model_id: int, rules: Retention) -> tuple[ColumnElement[bool], str]:
@@ -122,10 +143,3 @@ def _conditions(model_id: int, rules: Retention) -> tuple[ColumnElement[bool], s
         last_use = func.coalesce(_v.c.used_ms, _v.c.created_ms)
         may_go.append(last_use <= now_ms() - rules.ttl_s * 1000)
     return and_(*may_go), "retention: " + " and ".join(why) if why else ""
-
-
-def _has_child(tx: Connection, version_row: int, gone: set[int]) -> bool:
-    children = tx.scalars(
-        select(_v.c.id).where(_v.c.parent_id == version_row, _v.c.removed_ms.is_(None))
-    )
-    return any(child not in gone for child in children)

@@ -7,7 +7,7 @@ of the old packs away. Whoever read those placements finds the old files until t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +15,7 @@ from itertools import groupby
 from typing import TypeAlias
 
 import numpy as np
-from sqlalchemy import Connection, and_, delete, func, or_, select
+from sqlalchemy import Connection, and_, case, delete, func, literal_column, select
 
 from weightyard import codec
 from weightyard.errors import Damaged, Retryable, YardError
@@ -27,7 +27,7 @@ from weightyard.registry import schema, uploads
 from weightyard.registry.chores import LEASE_S, open_chore
 from weightyard.registry.database import Database, is_one_of, now_ms
 from weightyard.registry.locking import change, lock
-from weightyard.registry.needs import Needs
+from weightyard.registry.needs import Needs, lies_in_an_older_pack
 from weightyard.registry.schema import FileState, UploadState
 from weightyard.storage import layout
 from weightyard.storage.store import FileOptions, Read, Stage, Store
@@ -66,14 +66,16 @@ class OldPack:
     """Of those that must stay."""
     replication: int | None
     policy: str | None
+    project: str | None
+    """Who may claim from it; None: everybody."""
 
     @property
     def is_mostly_dead(self) -> bool:
         return self.kept_bytes * _DEAD < self.block_bytes
 
     @property
-    def settings(self) -> tuple[int, str]:
-        return (self.replication or 0, self.policy or "")
+    def settings(self) -> tuple[int, str, str]:
+        return (self.replication or 0, self.policy or "", self.project or "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,13 +91,20 @@ class Rewritten:
         return "rewritten: few of its bytes are needed, or it was small"
 
 
-def plan(tx: Connection, needs: Needs, pack_bytes: int) -> list[list[OldPack]]:
-    """Groups of packs kept alike, each of which fits into one new pack."""
+def plan(
+    tx: Connection, needs: Needs, pack_bytes: int, passed: Callable[[int], None] = lambda id: None
+) -> list[list[OldPack]]:
+    """Groups of packs kept alike, each of which fits into one new pack.
+
+    `passed` is told the id of the pack up to which all were looked at.
+    """
     chosen: list[OldPack] = []
     after: int | None = 0
     while after is not None and len(chosen) < _AT_ONCE:
         after, found = _candidates(tx, needs, pack_bytes, after)
         chosen += found
+        if after is not None:
+            passed(after)
     chosen.sort(key=lambda pack: (pack.settings, pack.id))
     groups: list[list[OldPack]] = []
     for _, alike in groupby(chosen, key=lambda pack: pack.settings):
@@ -117,44 +126,42 @@ def _candidates(
     tx: Connection, needs: Needs, pack_bytes: int, after: int
 ) -> tuple[int | None, list[OldPack]]:
     """Small and mostly dead ones of the next so many packs; and where to go on."""
-    p = _placements.alias("p")
-    is_live = _packs.c.state == FileState.LIVE
-    ahead = select(_packs.c.id).where(is_live, _packs.c.id > after).order_by(_packs.c.id)
-    ids = tx.scalars(ahead.limit(_WINDOW)).all()
-    if not ids:
+    free = and_(_packs.c.state == FileState.LIVE, ~needs.pinned_pack())
+    ahead = select(_packs).where(free, _packs.c.id > after).order_by(_packs.c.id)
+    rows = tx.execute(ahead.limit(_WINDOW)).all()
+    if not rows:
         return None, []
-    in_all = select(func.coalesce(func.sum(p.c.stored_bytes), 0)).where(p.c.pack_id == _packs.c.id)
-    kept = in_all.where(needs.of_placement(p)).scalar_subquery()
-    seen = (
-        select(
-            _packs,
-            in_all.scalar_subquery().label("block_bytes"),
-            kept.label("kept_bytes"),
-        )
-        .where(is_live, _packs.c.id.between(ids[0], ids[-1]), needs.of_pack())
-        .where(~needs.pinned_pack())
-        .subquery()
-    )
-    rows = tx.execute(
-        select(seen).where(
-            or_(
-                seen.c.bytes * _SMALL < pack_bytes,
-                seen.c.kept_bytes * _DEAD < seen.c.block_bytes,
-            )
-        )
-    )
-    return ids[-1], [
+    sizes = _sizes(tx, needs, [row.id for row in rows])
+    packs = [
         OldPack(
-            row.id,
-            row.name,
-            row.bytes,
-            int(row.block_bytes),
-            int(row.kept_bytes),
-            row.replication,
-            row.policy,
+            row.id, row.name, row.bytes, *sizes[row.id], row.replication, row.policy, row.project
         )
         for row in rows
+        if row.id in sizes
     ]
+    return rows[-1].id, [
+        pack for pack in packs if pack.bytes * _SMALL < pack_bytes or pack.is_mostly_dead
+    ]
+
+
+def _sizes(tx: Connection, needs: Needs, packs: Sequence[int]) -> dict[int, tuple[int, int]]:
+    """Bytes of all blocks and of those that must stay, of packs that hold a needed block."""
+    p = _placements.alias("p")
+    # Each block is looked at once: it is dead (NULL), kept by an older pack, or kept here.
+    fate = case((needs.of_block(p.c.block_id), case((lies_in_an_older_pack(p), 0), else_=1)))
+    rows = tx.execute(
+        select(p.c.pack_id, fate.label("fate"), func.sum(p.c.stored_bytes))
+        .where(is_one_of(tx, p.c.pack_id, packs))
+        .group_by(p.c.pack_id, literal_column("fate"))
+    )
+    sizes: dict[int, dict[int | None, int]] = {}
+    for pack, its_fate, size in rows:
+        sizes.setdefault(pack, {})[its_fate] = int(size)
+    return {
+        pack: (sum(by_fate.values()), by_fate.get(1, 0))
+        for pack, by_fate in sizes.items()
+        if by_fate.keys() != {None}
+    }
 
 
 class Rewriting:
@@ -209,9 +216,12 @@ class Rewriting:
     ) -> None:
         """The new pack: whole, durable, and known to nobody yet."""
         pack = copy.builder.pack
-        self._database.write(
-            lambda tx: uploads.begin_pack(tx, self._upload, pack, like.replication, like.policy)
-        )
+
+        def begin(tx: Connection) -> None:
+            opened = uploads.fence(tx, self._upload)
+            uploads.insert_pack(tx, opened, pack, like.replication, like.policy, like.project)
+
+        self._database.write(begin)
         name = layout.staging(self._upload, pack.hex)
         options = FileOptions(like.replication, self._pack_bytes, like.policy)
         with self._store.stage(name, options) as stage:

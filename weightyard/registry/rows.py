@@ -7,7 +7,16 @@ from datetime import UTC, datetime
 from itertools import islice
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, Table, bindparam, func, insert, select
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Table,
+    bindparam,
+    func,
+    insert,
+    literal_column,
+    select,
+)
 from sqlalchemy.dialects import postgresql, sqlite
 
 from weightyard.registry import schema
@@ -36,6 +45,22 @@ def moment(millis: int | None) -> datetime | None:
     return None if millis is None else datetime.fromtimestamp(millis / 1000, UTC)
 
 
+def some(
+    *where: ColumnElement[bool], first: ColumnElement[int] | None = None
+) -> ColumnElement[bool]:
+    """Whether any row fits, asked of the indexes for each row of the query around it.
+
+    `first` is the order in which to look. EXISTS would leave PostgreSQL the choice to read whole
+    tables into a hash, which it takes for tables of millions of rows; a value with a limit does
+    not.
+    """
+    one: ColumnElement[int] = literal_column("1")
+    found = select(one).where(*where).limit(one)
+    if first is not None:
+        found = found.order_by(first)
+    return found.scalar_subquery().is_not(None)
+
+
 def insert_missing(tx: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
     """Insert rows, all with the same columns, leaving alone those whose key is there already."""
     for batch in batches(rows):
@@ -57,19 +82,31 @@ def _insert_arrays(table: Table, rows: Sequence[Mapping[str, Any]]) -> postgresq
     return postgresql.insert(table).from_select(names, select(*arrays))
 
 
+def one_at_a_time(tx: Connection) -> None:
+    """Wait until other transactions that number what they tell are over, and keep them waiting.
+
+    Ids are given out before the commit: without the lock an event could become visible after one
+    with a higher id, and a listener that resumes by id would never see it.
+    """
+    if tx.dialect.name == "postgresql":
+        tx.execute(select(func.pg_advisory_xact_lock(_EVENTS_LOCK)))
+
+
 def record_event(
     tx: Connection, who: str, kind: str, subject: str, detail: Mapping[str, Any] | None = None
 ) -> None:
     """Tell listeners what happened, and the audit log who did it."""
-    if tx.dialect.name == "postgresql":
-        # Ids are given out before the commit: without the lock an event could become visible after
-        # one with a higher id, and a listener that resumes by id would never see it.
-        tx.execute(select(func.pg_advisory_xact_lock(_EVENTS_LOCK)))
+    record_events(tx, who, kind, [(subject, detail or {})])
+
+
+def record_events(
+    tx: Connection, who: str, kind: str, happened: Sequence[tuple[str, Mapping[str, Any]]]
+) -> None:
+    """The same for several subjects, in their order."""
+    if not happened:
+        return
+    one_at_a_time(tx)
     at_ms = clock(tx)
-    detail = dict(detail or {})
-    tx.execute(insert(schema.events).values(at_ms=at_ms, kind=kind, subject=subject, detail=detail))
-    tx.execute(
-        insert(schema.audit).values(
-            at_ms=at_ms, who=who, action=kind, subject=subject, detail=detail
-        )
-    )
+    rows = [{"at_ms": at_ms, "subject": about, "detail": dict(what)} for about, what in happened]
+    tx.execute(insert(schema.events), [{"kind": kind, **row} for row in rows])
+    tx.execute(insert(schema.audit), [{"who": who, "action": kind, **row} for row in rows])

@@ -59,8 +59,17 @@ class UploadState(enum.StrEnum):
     """Ended so long ago that nothing of it can be in staging any more."""
 
 
+class Dedup(enum.StrEnum):
+    """Among whose blocks one that is there already is looked for."""
+
+    YARD = "yard"
+    """All: equal content is stored once."""
+    PROJECT = "project"
+    """Those of the project: equal content of two is stored twice, and neither learns of it."""
+
+
 class Settle(enum.StrEnum):
-    """What is left to do so that the store keeps a pack as its row says."""
+    """What is left to do so that the store keeps a file as its row says."""
 
     ADJUST = "adjust"
     """Tell the store."""
@@ -76,6 +85,7 @@ registry = Table(
     Column("yard_id", String(32)),
     Column("block_bytes", BigInteger, nullable=False),
     Column("generation", Integer, nullable=False),
+    Column("dedup", String(8), nullable=False, server_default=Dedup.YARD.value),
 )
 
 models = Table(
@@ -130,6 +140,7 @@ manifests = Table(
     Column("bytes", BigInteger, nullable=False),
     Column("replication", Integer),
     Column("policy", String(64)),
+    Column("settle", String(8), index=True),
 )
 
 packs = Table(
@@ -144,6 +155,8 @@ packs = Table(
     Column("replication", Integer),
     Column("policy", String(64)),
     Column("settle", String(8), index=True),
+    # Who may claim from it; NULL: everybody. Set where blocks are shared within projects only.
+    Column("project", String(96)),
 )
 
 blocks = Table(
@@ -186,6 +199,7 @@ list_blocks = Table(
     Column("list_id", ForeignKey("lists.id"), primary_key=True),
     Column("block_id", ForeignKey("blocks.id"), primary_key=True),
     Index("ix_list_blocks_block_id", "block_id"),
+    sqlite_with_rowid=False,
 )
 
 version_lists = Table(
@@ -193,7 +207,9 @@ version_lists = Table(
     metadata,
     Column("version_id", ForeignKey("versions.id"), primary_key=True),
     Column("list_id", ForeignKey("lists.id"), primary_key=True),
-    Index("ix_version_lists_list_id", "list_id"),
+    # With the version, so that gc finds the newest version of a list that thousands share.
+    Index("ix_version_lists_list_id_version_id", "list_id", "version_id"),
+    sqlite_with_rowid=False,
 )
 
 uploads = Table(

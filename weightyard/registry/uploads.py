@@ -10,7 +10,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, case, delete, exists, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    Connection,
+    Row,
+    case,
+    delete,
+    exists,
+    insert,
+    or_,
+    select,
+    update,
+)
 
 from weightyard.errors import UploadExpired
 from weightyard.format.pack import Placement, entry_bytes, read_entry
@@ -19,7 +30,7 @@ from weightyard.records import Publication
 from weightyard.registry import schema
 from weightyard.registry.database import is_one_of, now_ms
 from weightyard.registry.rows import batches, clock, insert_missing
-from weightyard.registry.schema import FileState, UploadState
+from weightyard.registry.schema import Dedup, FileState, UploadState
 
 _READABLE = (FileState.LIVE, FileState.CONDEMNED)
 
@@ -34,6 +45,8 @@ class OpenUpload:
     author: str
     publication: Publication
     """What its writer said when it began."""
+    scope: str | None
+    """The project whose packs it claims from and writes; None: those of the whole yard."""
 
 
 def open_upload(
@@ -66,7 +79,7 @@ def fence(tx: Connection, upload: UploadId, *, alone: bool = False) -> OpenUploa
     """
     uploads = schema.uploads
     row = tx.execute(
-        select(uploads, now_ms().label("now_ms"))
+        select(uploads, _dedup(), now_ms().label("now_ms"))
         .where(uploads.c.name == upload.hex)
         .with_for_update(read=not alone, of=uploads)
     ).one_or_none()
@@ -75,19 +88,27 @@ def fence(tx: Connection, upload: UploadId, *, alone: bool = False) -> OpenUploa
         raise UploadExpired(f"upload {upload} is {state}: push again")
     if row.lease_ms <= row.now_ms:
         raise UploadExpired(f"upload {upload} was silent for too long: push again")
-    said = Publication.model_validate(row.publication or {})
-    return OpenUpload(row.id, upload, ModelName(row.project, row.model), row.author, said)
+    return _as_open(row, upload)
 
 
 def find_open(tx: Connection, upload: UploadId) -> OpenUpload:
     """An upload as it is now, without holding it. Raises UploadExpired if it is unknown."""
     row = tx.execute(
-        select(schema.uploads).where(schema.uploads.c.name == upload.hex)
+        select(schema.uploads, _dedup()).where(schema.uploads.c.name == upload.hex)
     ).one_or_none()
     if row is None:
         raise UploadExpired(f"upload {upload} is unknown: push again")
+    return _as_open(row, upload)
+
+
+def _dedup() -> ColumnElement[Any]:
+    return select(schema.registry.c.dedup).scalar_subquery().label("dedup")
+
+
+def _as_open(row: Row[Any], upload: UploadId) -> OpenUpload:
     said = Publication.model_validate(row.publication or {})
-    return OpenUpload(row.id, upload, ModelName(row.project, row.model), row.author, said)
+    scope = row.project if row.dedup == Dedup.PROJECT else None
+    return OpenUpload(row.id, upload, ModelName(row.project, row.model), row.author, said, scope)
 
 
 def heartbeat(tx: Connection, upload: UploadId, lease_s: float) -> None:
@@ -148,9 +169,22 @@ class Reading:
 def find_placements(
     tx: Connection, blocks: Sequence[BlockId], reading: Reading | None = None
 ) -> dict[BlockId, list[Placement]]:
-    """Where blocks lie that can be read; bases are not followed."""
+    """Where blocks lie that can be read; bases are not followed.
+
+    A reader with projects is told of packs of others only where it has no copy of its own.
+    """
+    if reading is None:
+        return _find(tx, blocks)
+    own = or_(schema.packs.c.project.is_(None), schema.packs.c.project.in_(reading.projects))
+    may = reading.allows(schema.blocks.c.id)
+    found = _find(tx, blocks, may, own)
+    return found | _find(tx, [block for block in blocks if block not in found], may)
+
+
+def _find(
+    tx: Connection, blocks: Sequence[BlockId], *allowed: ColumnElement[bool]
+) -> dict[BlockId, list[Placement]]:
     b, p, packs = schema.blocks, schema.placements, schema.packs
-    allowed = [] if reading is None else [reading.allows(b.c.id)]
     found: dict[BlockId, list[Placement]] = {}
     for batch in batches(dict.fromkeys(blocks)):
         rows = tx.execute(
@@ -168,13 +202,19 @@ def find_placements(
     return found
 
 
-def revive(tx: Connection, blocks: Sequence[BlockId]) -> None:
-    """Make condemned packs that hold these blocks live again.
+def _claimable(scope: str | None) -> ColumnElement[bool]:
+    """Whether an upload of this scope may claim from a row of `packs`."""
+    return schema.packs.c.project.is_not_distinct_from(scope)
+
+
+def revive(tx: Connection, upload: UploadId, blocks: Sequence[BlockId]) -> None:
+    """Make condemned packs that hold these blocks, for this upload, live again.
 
     In a transaction of its own before `claim`: there it would turn shared locks into exclusive
     ones, and two claims of the same pack would wait for each other.
     """
     b, p, packs = schema.blocks, schema.placements, schema.packs
+    mine = _claimable(find_open(tx, upload).scope)
     for batch in batches(dict.fromkeys(blocks)):
         bases = select(p.c.base_id).join(b, b.c.id == p.c.block_id)
         wanted = is_one_of(tx, b.c.hash, [block.raw for block in batch])
@@ -185,7 +225,7 @@ def revive(tx: Connection, blocks: Sequence[BlockId]) -> None:
         )
         condemned = tx.scalars(
             select(packs.c.id)
-            .where(packs.c.state == FileState.CONDEMNED, packs.c.id.in_(holding))
+            .where(packs.c.state == FileState.CONDEMNED, packs.c.id.in_(holding), mine)
             .order_by(packs.c.id)
             .with_for_update()
         ).all()
@@ -202,14 +242,16 @@ def claim(
 ) -> Mapping[BlockId, Sequence[Placement]]:
     """Placements in live packs, which are pinned for the upload in this very transaction."""
     opened = fence(tx, upload)
-    found = find_placements(tx, blocks, reading)
+    mine = _claimable(opened.scope)
+    may = () if reading is None else (reading.allows(schema.blocks.c.id),)
+    found = _find(tx, blocks, mine, *may)
     bases = {
         placement.encoding.base
         for placements in found.values()
         for placement in placements
         if placement.encoding.base is not None
     }
-    held_bases = find_placements(tx, list(bases))
+    held_bases = _find(tx, list(bases), mine)
     names = {
         placement.pack.hex
         for placements in (*found.values(), *held_bases.values())
@@ -261,6 +303,18 @@ def begin_pack(
     policy: str | None,
 ) -> None:
     opened = fence(tx, upload)
+    insert_pack(tx, opened, pack, replication, policy, opened.scope)
+
+
+def insert_pack(
+    tx: Connection,
+    opened: OpenUpload,
+    pack: PackId,
+    replication: int | None,
+    policy: str | None,
+    project: str | None,
+) -> None:
+    """The row of a pack that will be written; those of `project`, or all, may claim from it."""
     insert_missing(
         tx,
         schema.packs,
@@ -273,6 +327,7 @@ def begin_pack(
                 "bytes": 0,
                 "replication": replication,
                 "policy": policy,
+                "project": project,
             }
         ],
     )
@@ -358,7 +413,13 @@ def find_block_rows(
     }
 
 
-def begin_manifest(tx: Connection, upload: UploadId, digest: Digest, stored_bytes: int) -> None:
+def begin_manifest(
+    tx: Connection,
+    upload: UploadId,
+    digest: Digest,
+    stored_bytes: int,
+    replication: int | None = None,
+) -> None:
     """Hold a manifest for the upload, whether it is new or there already."""
     opened = fence(tx, upload)
     manifests = schema.manifests
@@ -372,6 +433,7 @@ def begin_manifest(tx: Connection, upload: UploadId, digest: Digest, stored_byte
                 "state_ms": clock(tx),
                 "upload_id": opened.row_id,
                 "bytes": stored_bytes,
+                "replication": replication,
             }
         ],
     )
@@ -385,6 +447,11 @@ def begin_manifest(tx: Connection, upload: UploadId, digest: Digest, stored_byte
         tx.execute(
             update(manifests)
             .where(manifests.c.id == row.id)
-            .values(state=FileState.WRITING, state_ms=now_ms(), upload_id=opened.row_id)
+            .values(
+                state=FileState.WRITING,
+                state_ms=now_ms(),
+                upload_id=opened.row_id,
+                replication=replication,
+            )
         )
     insert_missing(tx, schema.manifest_pins, [{"upload_id": opened.row_id, "manifest_id": row.id}])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, delete, func, select, update
+from sqlalchemy import Connection, Row, Select, bindparam, delete, func, select, update
 
 from weightyard.errors import Changed, Conflict, NoSuchThing, Protected
 from weightyard.names import Digest, ModelName, Ref
@@ -15,7 +15,7 @@ from weightyard.registry.database import now_ms
 from weightyard.registry.rows import clock, insert_missing, moment, record_event
 from weightyard.registry.schema import FileState
 
-_v, _m = schema.versions, schema.models
+_v, _m, _a = schema.versions, schema.models, schema.aliases
 _parent, _parent_model = _v.alias("parent"), _m.alias("parent_model")
 
 
@@ -51,9 +51,8 @@ def ensure_model(tx: Connection, model: ModelName, who: str, kind: str = "model"
 
 def model_row(tx: Connection, model: ModelName) -> Row[Any]:
     """The model's row. Raises NoSuchThing."""
-    row = tx.execute(
-        select(_m).where(_m.c.project == model.project, _m.c.name == model.name)
-    ).one_or_none()
+    named = {"of_project": model.project, "named": model.name}
+    row = tx.execute(_MODEL, named).one_or_none()
     if row is None or row.removed_ms is not None:
         raise NoSuchThing(f"no model {model}")
     return row
@@ -141,25 +140,40 @@ def _selected() -> Select[Any]:
     )
 
 
+# Made once: to build these takes longer than the database takes to answer them.
+_MODEL = select(_m).where(_m.c.project == bindparam("of_project"), _m.c.name == bindparam("named"))
+_OF_MODEL = _selected().where(_v.c.model_id == bindparam("of_model"))
+_NEWEST = _OF_MODEL.order_by(_v.c.number.desc()).limit(1)
+_NUMBERED = _OF_MODEL.where(_v.c.number == bindparam("numbered"))
+_NEWEST_OF_CONTENT = _NEWEST.where(schema.manifests.c.name == bindparam("of_content"))
+_ON_ALIAS = _OF_MODEL.where(
+    _v.c.id.in_(
+        select(_a.c.version_id).where(
+            _a.c.model_id == bindparam("of_model"), _a.c.alias == bindparam("on_alias")
+        )
+    )
+)
+_BY_ROW = _selected().where(_v.c.id == bindparam("by_row"))
+_ALIASES = (
+    select(_a.c.version_id, _a.c.alias)
+    .where(_a.c.version_id.in_(bindparam("of_versions", expanding=True)))
+    .order_by(_a.c.alias)
+)
+
+
 def find(tx: Connection, ref: Ref) -> Row[Any]:
     """The row of the version a ref means. Raises NoSuchThing."""
-    model = model_row(tx, ref.model)
-    wanted = _selected().where(_v.c.model_id == model.id)
+    values: dict[str, Any] = {"of_model": model_row(tx, ref.model).id}
     match ref.selector:
         case None:
-            wanted = wanted.order_by(_v.c.number.desc()).limit(1)
+            wanted = _NEWEST
         case int(number):
-            wanted = wanted.where(_v.c.number == number)
+            wanted, values["numbered"] = _NUMBERED, number
         case Digest(hex=digest):
-            wanted = wanted.where(schema.manifests.c.name == digest)
-            wanted = wanted.order_by(_v.c.number.desc()).limit(1)
+            wanted, values["of_content"] = _NEWEST_OF_CONTENT, digest
         case alias:
-            a = schema.aliases
-            on_alias = select(a.c.version_id).where(
-                a.c.model_id == model.id, a.c.alias == str(alias)
-            )
-            wanted = wanted.where(_v.c.id.in_(on_alias))
-    row = tx.execute(wanted).one_or_none()
+            wanted, values["on_alias"] = _ON_ALIAS, str(alias)
+    row = tx.execute(wanted, values).one_or_none()
     if row is None:
         raise NoSuchThing(f"no version {ref}")
     return row
@@ -171,7 +185,7 @@ def resolve(tx: Connection, ref: Ref) -> Version:
 
 def get(tx: Connection, version_row: int) -> Version:
     """A version by its row id, which the caller knows to be there."""
-    return _as_versions(tx, [tx.execute(_selected().where(_v.c.id == version_row)).one()])[0]
+    return _as_versions(tx, [tx.execute(_BY_ROW, {"by_row": version_row}).one()])[0]
 
 
 def list_versions(
@@ -185,13 +199,8 @@ def list_versions(
 
 
 def _as_versions(tx: Connection, rows: Sequence[Row[Any]]) -> list[Version]:
-    a = schema.aliases
     names: dict[int, list[str]] = {}
-    for version_id, alias in tx.execute(
-        select(a.c.version_id, a.c.alias)
-        .where(a.c.version_id.in_([row.id for row in rows]))
-        .order_by(a.c.alias)
-    ):
+    for version_id, alias in tx.execute(_ALIASES, {"of_versions": [row.id for row in rows]}):
         names.setdefault(version_id, []).append(alias)
     return [
         Version(
@@ -298,8 +307,10 @@ def remove_model(tx: Connection, model: ModelName, who: str) -> None:
     """
     row = model_row(tx, model)
     tx.execute(select(_m.c.id).where(_m.c.id == row.id).with_for_update())
-    if tx.scalar(select(func.count()).where(_v.c.model_id == row.id, _v.c.removed_ms.is_(None))):
-        raise Protected(f"{model} has versions: remove them first")
+    there = select(_v.c.number).where(_v.c.model_id == row.id, _v.c.removed_ms.is_(None))
+    if some := tx.scalars(there.order_by(_v.c.number.desc()).limit(10)).all():
+        shown = ", ".join(f"v{number}" for number in some)
+        raise Protected(f"{model} has versions ({shown}): remove them first")
     tx.execute(delete(schema.alias_moves).where(schema.alias_moves.c.model_id == row.id))
     tx.execute(update(_m).where(_m.c.id == row.id).values(removed_ms=now_ms(), retention=None))
     record_event(tx, who, "model.removed", str(model))

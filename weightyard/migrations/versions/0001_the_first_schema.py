@@ -143,6 +143,7 @@ def upgrade() -> None:
         sa.ForeignKeyConstraint(["block_id"], ["blocks.id"], name=op.f("fk_list_blocks_block_id")),
         sa.ForeignKeyConstraint(["list_id"], ["lists.id"], name=op.f("fk_list_blocks_list_id")),
         sa.PrimaryKeyConstraint("list_id", "block_id", name=op.f("pk_list_blocks")),
+        sqlite_with_rowid=False,
     )
     op.create_index("ix_list_blocks_block_id", "list_blocks", ["block_id"], unique=False)
     op.create_table(
@@ -329,12 +330,18 @@ def upgrade() -> None:
             ["version_id"], ["versions.id"], name=op.f("fk_version_lists_version_id")
         ),
         sa.PrimaryKeyConstraint("version_id", "list_id", name=op.f("pk_version_lists")),
+        sqlite_with_rowid=False,
     )
-    op.create_index("ix_version_lists_list_id", "version_lists", ["list_id"], unique=False)
+    op.create_index(
+        "ix_version_lists_list_id_version_id",
+        "version_lists",
+        ["list_id", "version_id"],
+        unique=False,
+    )
 
 
 def downgrade() -> None:
-    op.drop_index("ix_version_lists_list_id", table_name="version_lists")
+    op.drop_index("ix_version_lists_list_id_version_id", table_name="version_lists")
     op.drop_table("version_lists")
     op.drop_index(op.f("ix_read_leases_version_id"), table_name="read_leases")
     op.drop_table("read_leases")

@@ -1,0 +1,143 @@
+"""A push as users make it: files into HDFS, two copies, the version published and recorded."""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+from bench import peers
+from bench.buffers import MIB
+from bench.models import TENSOR_BYTES, make_model
+from bench.reads import HDFS_BLOCK_BYTES
+from bench.rows import Planned, measure
+from bench.samples import Kind, Row
+from bench.site import Site
+from bench.worker import Action, Prepare
+from weightyard.settings import Settings
+from weightyard.transfer.writer import WriteOptions
+from weightyard.yard import open_yard
+
+FOLDER = "/bench/push"
+COPIES = 2
+STREAMS = WriteOptions().lanes
+"""How many packs a push writes at once."""
+
+FIRST, AGAIN = "first push", "second push"
+
+
+class _Push:
+    """Pushes a folder to a yard, and remembers how much that stored."""
+
+    def __init__(
+        self, url: str, folder: str, database: str, codec: Literal["auto", "raw"], is_second: bool
+    ) -> None:
+        self._yard = open_yard(url, settings=Settings(db=f"sqlite:///{database}"))
+        self._folder = folder
+        self._codec: Literal["auto", "raw"] = codec
+        self._is_second = is_second
+        self._pushes = 0
+        self.stored_bytes = 0
+
+    def __call__(self) -> Sequence[memoryview]:
+        pushed = self._yard.push(self._folder, "bench/model", replication=COPIES, codec=self._codec)
+        self._pushes += 1
+        self.stored_bytes = pushed.stored_bytes
+        if self._is_second and self._pushes == 2 and pushed.packs_written:
+            raise RuntimeError(f"the second push wrote {pushed.packs_written} packs")
+        return []
+
+
+def push(
+    site: Site, *, folder: str, url: str, codec: Literal["auto", "raw"], is_second: bool = False
+) -> Action:
+    """`Yard.push` of a folder: read, hash, encode, prove, pack, publish, record."""
+    database = f"{site.scratch}/{secrets.token_hex(4)}.db"
+    return _Push(f"{url}/{secrets.token_hex(4)}", folder, database, codec, is_second)
+
+
+def write_streams(site: Site, *, file: str, path: str, streams: int) -> Action:
+    """hdfs-native: the file cut into so many parts, each a file written by a thread of its own."""
+    from hdfs_native import WriteOptions as NativeOptions
+
+    # It takes any buffer but bytes one byte at a time: ten times slower.
+    with open(file, "rb") as opened:
+        pieces = list(iter(lambda: opened.read(4 * MIB), b""))
+    share = -(-len(pieces) // streams)
+    parts = [pieces[start : start + share] for start in range(0, len(pieces), share)]
+    client = peers.native_client(site)
+    options = NativeOptions(
+        block_size=HDFS_BLOCK_BYTES, replication=COPIES, overwrite=True, create_parent=True
+    )
+    failed: list[BaseException] = []
+
+    def write_part(number: int) -> None:
+        try:
+            with client.create(f"{path}.{number}", options) as out:
+                for piece in parts[number]:
+                    out.write(piece)
+        except BaseException as why:  # noqa: BLE001 - told to the caller
+            failed.append(why)
+
+    def write() -> list[memoryview]:
+        threads = [
+            threading.Thread(target=write_part, args=(number,)) for number in range(len(parts))
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failed:
+            raise failed[0]
+        return []
+
+    return write
+
+
+TASKS: Mapping[str, Prepare] = {"push.push": push, "push.write_streams": write_streams}
+
+
+def run(site: Site, length: int, repeat: int, done: Callable[[Row], object]) -> tuple[Row, ...]:
+    """First pushes against hdfs-native writing the same file, and a second push of the same."""
+    folder = Path(site.scratch, "model")
+    folder.mkdir()
+    file = folder / "model.safetensors"
+    make_model(file, length)
+    length = max(1, length // TENSOR_BYTES) * TENSOR_BYTES
+    url, path = f"{site.url}{FOLDER}", f"{FOLDER}/model.safetensors"
+    clean = partial(_remove, site)
+
+    def ours(way: str, group: str, **options: object) -> Planned:
+        row = Row(Kind.OURS, "weightyard", way, length, group=group)
+        wanted = {"folder": str(folder), "url": url, **options}
+        return Planned(row, "push.push", wanted, clean)
+
+    def native(who: str, way: str, streams: int) -> Planned:
+        row = Row(Kind.PEER, who, way, length, group=FIRST)
+        wanted = {"file": str(file), "path": path, "streams": streams, "is_repeatable": False}
+        return Planned(row, "push.write_streams", wanted, clean)
+
+    planned = [
+        ours("push", FIRST, codec="auto", is_repeatable=False),
+        ours("push, raw", FIRST, codec="raw", is_repeatable=False),
+        native("hdfs-native", "one stream", 1),
+        native(
+            f"{STREAMS} of hdfs-native", f"{STREAMS} streams at once, as many as a push", STREAMS
+        ),
+        ours("the same again", AGAIN, codec="auto", is_second=True),
+    ]
+    try:
+        return measure(site, planned, repeat, done)
+    finally:
+        clean()
+        file.unlink()
+        folder.rmdir()
+
+
+def _remove(site: Site) -> None:
+    peers.native_client(site).delete(FOLDER, recursive=True)
+    for file in Path(site.scratch).glob("*.db*"):
+        file.unlink()

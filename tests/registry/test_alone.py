@@ -1,0 +1,51 @@
+"""One collector at a time, and none for ever."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import psycopg
+import pytest
+
+from weightyard.errors import Conflict, RegistryUnavailable
+from weightyard.registry.alone import only_one
+from weightyard.registry.database import Database
+
+
+def test_a_second_collector_is_told_that_one_is_running(
+    database: Database, database_url: str
+) -> None:
+    other = Database(database_url)
+    held, wanted = only_one(database, "gc"), only_one(other, "gc")
+    with held, pytest.raises(Conflict, match="running already"), wanted:
+        raise AssertionError("two at once")
+    with only_one(other, "gc"):
+        pass
+    other.close()
+
+
+@pytest.mark.parametrize("lost", ["pg_try_advisory_lock", "pg_advisory_unlock"])
+def test_a_lock_whose_answer_was_lost_is_not_kept_for_ever(
+    postgres: Callable[[], str], lost: str
+) -> None:
+    url = postgres()
+    database, other = Database(url), Database(url)
+    dialect: Any = database.engine.dialect
+    execute = dialect.do_execute
+
+    def lose(cursor: Any, statement: str, *arguments: Any) -> None:
+        execute(cursor, statement, *arguments)
+        if lost in statement:
+            raise psycopg.OperationalError("injected: the answer was lost")
+
+    dialect.do_execute = lose
+    try:
+        with only_one(database, "gc"):
+            pass
+    except RegistryUnavailable:
+        assert lost == "pg_try_advisory_lock"
+    with only_one(other, "gc"):
+        pass
+    database.close()
+    other.close()

@@ -1,0 +1,191 @@
+"""Two at once: who comes first wins, and the other is told how things are now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from pushing import BERT, push, read_back
+from racing import LIMIT_S, race
+
+from weightyard.errors import AliasMoved, KeyReused, NoSuchThing, Protected, VersionMoved
+from weightyard.names import AliasName, Ref
+from weightyard.registry import binding
+from weightyard.registry.database import Database
+from weightyard.registry.registry import Registry
+from weightyard.storage.local import LocalStore
+
+PROD = AliasName("prod")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
+def one(database: Database, store: LocalStore) -> Registry:
+    """A registry with three versions, `prod` on the first."""
+    binding.bind(database, store)
+    registry = Registry(database, store=store, who="one")
+    push(registry, store, b"first", alias="prod")
+    push(registry, store, b"second")
+    push(registry, store, b"third")
+    return registry
+
+
+@pytest.fixture
+def two(database_url: str, one: Registry, store: LocalStore) -> Iterator[Registry]:
+    """The same, as another process has it open."""
+    with Registry(Database(database_url), store=store, who="two") as registry:
+        yield registry
+
+
+@pytest.mark.parametrize("at", ["UPDATE aliases", "INSERT INTO alias_moves", "INSERT INTO outbox"])
+def test_of_two_moves_of_an_alias_one_wins_and_the_other_is_told_where_it_is(
+    one: Registry, two: Registry, at: str
+) -> None:
+    done = race(
+        one.database,
+        at,
+        lambda: one.move_alias(BERT, PROD, 2, expect=1),
+        lambda: two.move_alias(BERT, PROD, 3, expect=1),
+    )
+    assert done.second_waited
+    assert done.first.result().after == 2
+    (error,) = done.errors
+    assert isinstance(error, AliasMoved)
+    assert error.current == 2
+    assert one.alias(BERT, PROD) == 2
+    assert [move.after for move in two.alias_log(BERT, PROD)] == [2, 1]
+
+
+def test_of_two_who_make_an_alias_one_wins_and_the_other_is_told_where_it_is(
+    one: Registry, two: Registry
+) -> None:
+    new = AliasName("next")
+    done = race(
+        one.database,
+        "INSERT INTO aliases",
+        lambda: one.move_alias(BERT, new, 2, expect=None),
+        lambda: two.move_alias(BERT, new, 3, expect=None),
+    )
+    (error,) = done.errors
+    assert isinstance(error, AliasMoved)
+    assert error.current == 2
+    assert two.alias(BERT, new) == 2
+
+
+def test_a_version_is_not_removed_under_an_alias_that_is_moving_to_it(
+    one: Registry, two: Registry
+) -> None:
+    done = race(
+        one.database,
+        "INSERT INTO outbox",
+        lambda: one.move_alias(BERT, PROD, 2),
+        lambda: two.remove(Ref.parse("team/bert@v2")),
+    )
+    assert done.second_waited
+    (error,) = done.errors
+    assert isinstance(error, Protected)
+    assert two.resolve(Ref.parse("team/bert@prod")).number == 2
+
+
+def test_an_alias_is_not_moved_to_a_version_that_is_being_removed(
+    one: Registry, two: Registry
+) -> None:
+    done = race(
+        one.database,
+        "INSERT INTO outbox",
+        lambda: one.remove(Ref.parse("team/bert@v2")),
+        lambda: two.move_alias(BERT, PROD, 2),
+    )
+    assert done.second_waited
+    (error,) = done.errors
+    assert isinstance(error, NoSuchThing)
+    assert two.alias(BERT, PROD) == 1
+
+
+def test_a_parent_is_not_removed_while_its_child_is_published(
+    one: Registry, two: Registry, store: LocalStore
+) -> None:
+    done = race(
+        one.database,
+        "INSERT INTO commits",
+        lambda: push(one, store, b"child", parent="team/bert@v2"),
+        lambda: two.remove(Ref.parse("team/bert@v2")),
+    )
+    assert done.second_waited
+    (error,) = done.errors
+    assert isinstance(error, Protected)
+    assert "v4" in str(error)
+    assert two.resolve(Ref.parse("team/bert@v4")).parent == "team/bert@v2"
+
+
+def test_a_child_of_a_version_that_is_being_removed_is_not_published(
+    one: Registry, two: Registry, store: LocalStore
+) -> None:
+    done = race(
+        one.database,
+        "INSERT INTO outbox",
+        lambda: one.remove(Ref.parse("team/bert@v2")),
+        lambda: push(two, store, b"child", parent="team/bert@v2"),
+    )
+    (error,) = done.errors
+    assert isinstance(error, NoSuchThing)
+    assert [version.number for version in two.versions(BERT)] == [3, 1]
+
+
+def test_of_two_publishers_who_expect_the_same_version_one_wins(
+    one: Registry, two: Registry, store: LocalStore
+) -> None:
+    done = race(
+        one.database,
+        "INSERT INTO commits",
+        lambda: push(one, store, b"ours", expect_latest=3),
+        lambda: push(two, store, b"theirs", expect_latest=3),
+    )
+    (error,) = done.errors
+    assert isinstance(error, VersionMoved)
+    assert error.current == 4
+    assert read_back(two, store, two.resolve(Ref.parse("team/bert"))) == [b"ours"]
+
+
+def test_of_two_commits_with_one_key_and_other_content_one_is_refused(
+    one: Registry, two: Registry, store: LocalStore
+) -> None:
+    done = race(
+        one.database,
+        "UPDATE uploads SET state",
+        lambda: push(one, store, b"ours", key="the-key"),
+        lambda: push(two, store, b"theirs", key="the-key"),
+    )
+    assert done.second_waited
+    (error,) = done.errors
+    assert isinstance(error, KeyReused)
+    assert two.resolve(Ref.parse("team/bert")) == done.first.result()
+    assert done.first.result().number == 4
+
+
+def test_a_list_shows_a_version_wholly_or_not_at_all_while_it_is_committed(
+    one: Registry, two: Registry, store: LocalStore
+) -> None:
+    seen: list[tuple[list[int], int | None, int | None]] = []
+
+    def look() -> None:
+        numbers = [version.number for version in two.versions(BERT)]
+        seen.append((numbers, two.model(BERT).latest, two.alias(BERT, PROD)))
+
+    done = race(
+        one.database,
+        "UPDATE aliases",
+        lambda: push(one, store, b"fourth", alias="prod"),
+        look,
+        patience_s=LIMIT_S / 2,
+    )
+    assert not done.second_waited
+    look()
+    before, after = seen
+    assert before == ([3, 2, 1], 3, 1), "nobody waits to look, and nothing half is seen"
+    assert after == ([4, 3, 2, 1], 4, 4)
