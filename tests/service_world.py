@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 import uvicorn
 from fastapi import FastAPI
 
@@ -99,9 +100,14 @@ TOKENS = (
 
 @contextmanager
 def make_world(
-    folder: Path, database_url: str | None = None, *, tokens: bool = True, **settings: Any
+    folder: Path,
+    database_url: str | None = None,
+    *,
+    tokens: bool = True,
+    store: Store | None = None,
+    **settings: Any,
 ) -> Iterator[World]:
-    """A service on a store in a folder, and on a database: by default SQLite, beside it."""
+    """A service on a store, and on a database: by default a folder, and SQLite beside it."""
     secrets: dict[str, str] = {}
     if database_url is None:
         folder.mkdir(exist_ok=True)
@@ -111,7 +117,7 @@ def make_world(
     else:
         database = Database(database_url)
         migrate.upgrade(database)
-    store = LocalStore(folder / "store")
+    store = store or LocalStore(folder / "store")
     options = {"spool": folder / "spool", "spool_bytes": 64 * MIB, **settings}
     service = open_service(store, database, Settings(**options), "127.0.0.1")
     if tokens and not secrets:
@@ -187,3 +193,25 @@ def served(app: FastAPI, **options: Any) -> Iterator[str]:
         thread.join(20)
         sock.close()
         assert not thread.is_alive()
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    """A yard on SQLite and a folder, with tokens, called in this process."""
+    with make_world(tmp_path) as made:
+        yield made
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def any_world(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[World]:
+    """The same on either database."""
+    url = request.getfixturevalue("postgres")() if request.param == "postgresql" else None
+    with make_world(tmp_path, url) as made:
+        yield made
+
+
+@pytest.fixture
+def url(world: World) -> Iterator[str]:
+    """Where `world` is served, by a real server on a real port."""
+    with served(world.app) as found:
+        yield found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
-from datetime import datetime
+from datetime import UTC, datetime
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -76,6 +76,23 @@ class Pushed(Version):
     new_bytes: int = Field(description="Raw bytes of the blocks the store did not have")
     stored_bytes: int = Field(description="Bytes of the packs written")
     packs_written: int
+
+
+class RememberedVersion(Version):
+    """What a ref meant when this node last asked: the yard could not be, or was not to be, asked.
+
+    One known by its digest alone has number 0, and nothing but its content is known of it.
+    """
+
+    remembered_at: datetime
+
+    @property
+    def ref(self) -> str:
+        return f"{self.model}@v{self.number}" if self.number else f"{self.model}@{self.digest}"
+
+    @property
+    def age_s(self) -> float:
+        return max(0.0, (datetime.now(UTC) - self.remembered_at).total_seconds())
 
 
 class PushPlanFile(Record):
@@ -155,6 +172,12 @@ class Cost(Record):
     """Stored bytes a reader that has nothing must fetch, bases of deltas included."""
     shared_with: dict[str, int] = Field(default_factory=dict)
     """Ref → raw bytes in common, the most first."""
+
+
+MAX_LEASE_S = 30 * 24 * 3600.0
+"""How long a reader may hold a version without renewing its lease."""
+
+MAX_HOLDER = 200
 
 
 class ReadLease(Record):

@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, Generic, TypeVar
+from typing import Annotated, Any, Generic, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from weightyard.errors import Refused
 from weightyard.format.pack import (
@@ -18,9 +18,10 @@ from weightyard.format.pack import (
     read_entry,
 )
 from weightyard.names import BlockId, PackId
-from weightyard.records import Publication, Record, Role
+from weightyard.records import MAX_HOLDER, MAX_LEASE_S, Publication, Record, Role
 
 _T = TypeVar("_T")
+_Body = TypeVar("_Body", bound="Body")
 
 MAX_CLAIMED = 10_000
 """Block ids in one request."""
@@ -32,6 +33,9 @@ _HEX = r"^[0-9a-f]+$"
 HexBlock = Annotated[str, Field(min_length=64, max_length=64, pattern=_HEX, examples=["5f" * 32])]
 HexPack = Annotated[str, Field(min_length=32, max_length=32, pattern=_HEX, examples=["0a" * 16])]
 Entry = Annotated[str, Field(max_length=MAX_FOOTER_BYTES, description="Base64 of a pack's entry")]
+PolicyName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$", description="HDFS's own", examples=["COLD"])
+]
 ShortText = Annotated[str, Field(max_length=1000)]
 
 
@@ -39,6 +43,16 @@ class Body(BaseModel):
     """What a request says. Unknown fields are refused: a typing error must not pass unnoticed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def body(kind: type[_Body], **values: Any) -> _Body:
+    """What a caller says, as a request says it. Raises Refused for what the service would."""
+    try:
+        return kind.model_validate(values)
+    except ValidationError as why:
+        first = why.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise Refused(f"{where}: {first['msg']}") from None
 
 
 class Page(Record, Generic[_T]):
@@ -68,6 +82,19 @@ class Annotation(Body):
         return self.model_dump(exclude_none=True)
 
 
+class Keeping(Body):
+    """How a version is to be kept. What is left out stays as it is."""
+
+    replication: int | None = Field(default=None, ge=1, le=512, examples=[3])
+    policy: PolicyName | None = None
+
+    @model_validator(mode="after")
+    def _says_something(self) -> Self:
+        if self.replication is None and self.policy is None:
+            raise ValueError("say replication, policy, or both")
+        return self
+
+
 class AliasTarget(Body):
     """The version an alias should be on."""
 
@@ -79,6 +106,24 @@ class Reason(Body):
     """Why something is done, for the history."""
 
     reason: ShortText = ""
+
+
+LeaseSeconds = Annotated[
+    float, Field(gt=0, le=MAX_LEASE_S, description="For how long, from now", examples=[3600])
+]
+
+
+class LeaseWanted(Body):
+    """A reader that will be at a version for a while."""
+
+    holder: str = Field(min_length=1, max_length=MAX_HOLDER, examples=["serving-7"])
+    seconds: LeaseSeconds
+
+
+class LeaseRenewed(Body):
+    """How much longer a reader will be at it."""
+
+    seconds: LeaseSeconds
 
 
 class TokenWanted(Body):
@@ -168,6 +213,7 @@ class ReceivedFile(Record):
     bytes: int
     new_bytes: int = Field(description="Raw bytes of blocks the store did not have")
     stored_bytes: int = Field(description="Bytes of the packs written")
+    packs_written: int = 0
 
 
 class ReplicaRecord(Record):

@@ -46,6 +46,7 @@ from weightyard.transfer.catalogue import Catalogue
 from weightyard.transfer.folder import read_folder
 from weightyard.transfer.publish import read_manifest
 from weightyard.transfer.reader import Reader
+from weightyard.transfer.source import FileSource
 
 BERT = ModelName("team", "bert")
 PROD = AliasName("prod")
@@ -198,11 +199,11 @@ def test_the_same_key_for_other_content_is_an_error(world: World, client: HttpCa
         done[1].commit_files(Publication(), "key")
 
 
-def _file(world: World, data: bytes) -> Path:
+def _file(world: World, data: bytes) -> FileSource:
     folder = Path(world.store.url.removeprefix("file://")).parent
     path = folder / f"source-{block_id(data).hex[:8]}"
     path.write_bytes(data)
-    return path
+    return FileSource(path)
 
 
 def test_files_go_through_the_service_for_those_who_cannot_reach_the_store(

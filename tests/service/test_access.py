@@ -13,7 +13,7 @@ from fastapi.routing import APIRoute
 from service_world import API, World, make_world, push, push_file
 
 from weightyard.errors import Bug, NotAllowed
-from weightyard.names import TokenName
+from weightyard.names import Ref, TokenName
 from weightyard.records import Role
 from weightyard.registry import migrate
 from weightyard.registry.database import Database
@@ -34,6 +34,7 @@ RULES = {
     "GET /health": "open",
     "GET /ready": "open",
     "GET /about": "anyone known",
+    "GET /about/location": "anyone known",
     "GET /metrics": "anyone known",
     "GET /openapi.json": "anyone known",
     "GET /events": "anyone known",
@@ -56,7 +57,13 @@ RULES = {
     f"GET {_VERSION}/manifest": "read",
     f"GET {_VERSION}/placements": "read",
     f"GET {_VERSION}/files/{{path:path}}": "read",
+    f"HEAD {_VERSION}/files/{{path:path}}": "read",
     f"GET {_VERSION}/replicas": "read",
+    f"GET {_VERSION}/locations": "read",
+    f"PUT {_VERSION}/replicas": "write",
+    f"POST {_VERSION}/leases": "read",
+    "PUT /leases/{lease}": "reader of the version",
+    "DELETE /leases/{lease}": "reader of the version",
     f"GET {_ALIAS}": "read",
     f"PUT {_ALIAS}": "write",
     f"DELETE {_ALIAS}": "write",
@@ -80,6 +87,7 @@ ALLOWED = {
     "open": {"nobody", "reader", "writer", "mate", "lead", "boss", "stranger"},
     "anyone known": {"reader", "writer", "mate", "lead", "boss", "stranger"},
     "read": {"reader", "writer", "mate", "lead", "boss"},
+    "reader of the version": {"reader", "writer", "mate", "lead", "boss"},
     "write": {"writer", "mate", "lead", "boss"},
     "writer of the upload": {"writer", "lead", "boss"},
     "admin": {"lead", "boss"},
@@ -117,6 +125,7 @@ def crowd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         mate = world.registry.create_token(TokenName("mate"), Role.WRITE, ["team"], who="test")
         world.secrets |= {"mate": mate.secret, "wrong": "wy_" + "A" * 43}
         world.registry.create_token(TokenName("victim"), Role.READ, ["team"], who="test")
+        push(world.registry, world.store, "team/held", b"held")
         yield world
 
 
@@ -126,10 +135,11 @@ def test_a_route_lets_in_only_whom_its_rule_names(crowd: World, rule: str) -> No
     body = {"name": "team/bert"} if rule == "POST /models" else None
     for caller in CALLERS:
         opened = crowd.call("POST", "models/team/bert/uploads", token="writer").json()
+        lease = crowd.registry.take_lease(Ref.parse("team/held"), "reader", 60)
         path = template
         for name, value in {
             "project": "team", "name": "bert", "number": "1", "alias": "prod", "path:path": "w.bin",
-            "selector": "latest", "upload": opened["id"], "token": "victim",
+            "selector": "latest", "upload": opened["id"], "token": "victim", "lease": str(lease.id),
         }.items():  # fmt: skip
             path = path.replace(f"{{{name}}}", value)
         token = None if caller == "nobody" else caller

@@ -82,6 +82,28 @@ def test_what_the_client_has_is_not_sent_again(world: World, data: bytes) -> Non
     assert (other.status_code, other.content) == (200, data)
 
 
+def test_a_file_can_be_looked_at_without_being_sent(world: World, data: bytes) -> None:
+    sent, seen = world.call("GET", FILE), world.call("HEAD", FILE, token="reader")
+    assert (seen.status_code, seen.content) == (200, b"")
+    for name in ("content-length", "etag", "accept-ranges", "content-type", "cache-control"):
+        assert seen.headers[name] == sent.headers[name]
+    tag = {"If-None-Match": seen.headers["etag"]}
+    assert world.call("HEAD", FILE, headers=tag).status_code == 304
+    ranged = world.call("HEAD", FILE, headers={"Range": "bytes=0-9"})
+    assert (ranged.status_code, ranged.headers["content-length"]) == (200, str(len(data)))
+    assert world.call("HEAD", FILE + "x").status_code == 404
+
+
+def test_looking_at_a_file_reads_none_of_it_and_is_no_use(world: World, url: str) -> None:
+    push_file(world, "team/bert", "w.bin", os.urandom(1000))
+    for pack in list(world.store.list(layout.PACKS)):
+        world.store.delete(pack.path)
+    headers = {"Authorization": f"Bearer {world.secrets['reader']}"}
+    seen = httpx.head(f"{url}/api/v1/{FILE}", headers=headers)
+    assert (seen.status_code, seen.headers["content-length"]) == (200, "1000")
+    assert world.call("GET", "models/team/bert/versions/1").json()["last_used"] is None
+
+
 def test_an_empty_file_is_a_file(world: World) -> None:
     push_file(world, "team/bert", "empty", b"")
     answer = world.call("GET", "models/team/bert/versions/1/files/empty")

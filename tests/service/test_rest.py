@@ -9,7 +9,7 @@ from service_world import World, push
 
 from weightyard import errors
 from weightyard.errors import RegistryUnavailable, YardError
-from weightyard.names import ModelName, Ref
+from weightyard.names import AliasName, ModelName, Ref
 from weightyard.service import problems
 
 BERT = "models/team/bert"
@@ -107,6 +107,26 @@ def test_a_version_with_an_alias_is_protected(two: World) -> None:
     assert (answer.status_code, answer.json()["code"]) == (409, "protected")
     assert two.call("DELETE", f"{BERT}/versions/2").json()["number"] == 2
     assert two.call("GET", f"{BERT}/versions/2").status_code == 404
+
+
+def test_a_model_with_versions_stays_and_says_which(two: World) -> None:
+    refused = two.call("DELETE", BERT, token="lead")
+    assert (refused.status_code, refused.json()["code"]) == (409, "protected")
+    assert "v2, v1" in refused.json()["detail"]
+    two.registry.move_alias(ModelName("team", "bert"), AliasName("prod"), None)
+    for number in (1, 2):
+        assert two.call("DELETE", f"{BERT}/versions/{number}").status_code == 200
+    assert two.call("DELETE", BERT, token="lead").status_code == 204
+    assert two.call("GET", BERT).status_code == 404
+
+
+def test_copies_a_store_cannot_keep_are_refused_and_nothing_changes(two: World) -> None:
+    path = f"{BERT}/versions/1/replicas"
+    refused = two.call("PUT", path, json={"replication": 3})
+    assert (refused.status_code, refused.json()["code"]) == (422, "unsupported")
+    for body in ({}, {"replication": 0}, {"policy": "A/B"}, {"copies": 2}, {"policy": None}):
+        assert two.call("PUT", path, json=body).status_code == 422
+    assert two.call("GET", f"{BERT}/versions/1").json()["replication"] is None
 
 
 def test_retention_is_set_and_cleared(two: World) -> None:

@@ -19,6 +19,8 @@ from schemathesis.specs.openapi.checks import (
 )
 from service_world import World, make_world, push, push_file
 
+from weightyard.names import Ref
+
 CHECKS = [
     not_a_server_error,
     status_code_conformance,
@@ -89,6 +91,8 @@ def _aim(world: World, case: Case) -> None:
     }  # fmt: skip
     if "upload" in case.path_parameters:
         real["upload"] = world.call("POST", "models/team/bert/uploads").json()["id"]
+    if "lease" in case.path_parameters:
+        real["lease"] = world.registry.take_lease(Ref.parse("team/bert@v1"), "test", 60).id
     for name in case.path_parameters:
         case.path_parameters[name] = real[name]
     for condition in ("if-match", "if-none-match", "last-event-id"):

@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from service_world import World, served
 from typer.testing import CliRunner, Result
 
 from weightyard.cli import app
@@ -22,6 +24,7 @@ from weightyard.client.catalogue import HttpCatalogue
 from weightyard.names import FilePath, ModelName
 from weightyard.records import Publication
 from weightyard.registry.database import Database
+from weightyard.transfer.source import FileSource
 
 README = Path(__file__).parent.parent.parent / "README.md"
 WEIGHTYARD = Path(sys.executable).with_name("weightyard")
@@ -112,7 +115,7 @@ def test_a_killed_service_loses_nothing_and_the_next_one_goes_on(tmp_path: Path)
     with serving(home) as (url, process, _):
         with HttpCatalogue(url, deadline_s=5) as client:
             upload = client.open_upload(ModelName("team", "bert"), Publication())
-            upload.put_file(FilePath("w.bin"), file)
+            upload.put_file(FilePath("w.bin"), FileSource(file))
         process.send_signal(signal.SIGKILL)
         process.wait(10)
     secret = run(home, "token", "create", "me", "--role", "admin", "-q").stdout.strip()
@@ -173,3 +176,20 @@ def test_killed_again_and_again_it_gives_out_no_number_twice(tmp_path: Path) -> 
                     break
                 acknowledged.append(httpx.post(f"{upload}/commit").json()["number"])
     assert acknowledged == list(range(1, len(acknowledged) + 1))
+
+
+def test_a_service_that_ends_waits_for_the_work_behind_it(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, ended = threading.Event(), threading.Event()
+
+    def slow(store: object) -> int:
+        begun.set()
+        time.sleep(0.5)
+        ended.set()
+        return 0
+
+    monkeypatch.setattr(world.registry, "flush_outbox", slow)
+    with served(world.app):
+        assert begun.wait(10)
+    assert ended.is_set(), "what is closed next is not used any more"

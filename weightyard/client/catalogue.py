@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
-from types import NoneType, TracebackType
-from typing import Any, BinaryIO, Self, TypeVar, cast
+from functools import partial
+from types import NoneType
+from typing import Any, BinaryIO, TypeVar, cast
 from urllib.parse import quote
 
 import httpx
 
 from weightyard.client.connection import Connection
 from weightyard.client.fetching import fetch
+from weightyard.client.locating import ServiceLocator
 from weightyard.client.upload import HttpUpload
+from weightyard.client.watching import watched
+from weightyard.closing import Closing
 from weightyard.errors import NoSuchThing
 from weightyard.format import manifest as manifests
 from weightyard.format.manifest import Manifest
@@ -28,18 +33,25 @@ from weightyard.records import (
     NewToken,
     Publication,
     Quota,
+    ReadLease,
     Retention,
     Role,
     Token,
     Version,
 )
+from weightyard.settings import Settings
+from weightyard.storage.cancel import Cancel
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import ANYTHING, Anything
+from weightyard.transfer.watching import Sighting
 from weightyard.wire import (
     MAX_CLAIMED,
     AliasTarget,
     Annotation,
     BlockList,
+    Keeping,
+    LeaseRenewed,
+    LeaseWanted,
     Limits,
     ModelMade,
     OpenedUpload,
@@ -47,6 +59,7 @@ from weightyard.wire import (
     Placed,
     Reason,
     TokenWanted,
+    body,
     placements_by_block,
 )
 
@@ -55,11 +68,13 @@ _T = TypeVar("_T")
 _PAGE = 1000
 
 
-class HttpCatalogue:
+class HttpCatalogue(Closing):
     """What a Registry is, over HTTP. Thread-safe; a context manager.
 
     Errors are those the service raised. What may safely be repeated is, within `deadline_s`.
     """
+
+    is_service = True
 
     def __init__(
         self,
@@ -74,17 +89,6 @@ class HttpCatalogue:
     def close(self) -> None:
         self.connection.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def about(self) -> About:
         """Which yard this is, and where its store."""
         return self.connection.get("/about", About)
@@ -97,8 +101,17 @@ class HttpCatalogue:
             found |= placements_by_block(answer)
         return found
 
-    def resolve(self, ref: Ref) -> Version:
-        return self.connection.get(f"{_path(ref.model)}/resolve/{_selector(ref)}", Version)
+    def resolve(self, ref: Ref, *, deadline_s: float | None = None) -> Version:
+        path = f"{_path(ref.model)}/resolve/{_selector(ref)}"
+        return self.connection.get(path, Version, deadline_s=deadline_s)
+
+    def watch(self, ref: Ref, *, poll_s: float, stop: Cancel) -> Iterator[Sighting]:
+        resolve = partial(self.resolve, ref, deadline_s=0.0)
+        return watched(self.connection, ref.model, resolve, poll_s, stop)
+
+    def locator(self, settings: Settings) -> ServiceLocator:
+        """Who tells where packs lie, for those who read DataNodes and ask no NameNode."""
+        return ServiceLocator(self.connection, settings)
 
     def manifest(self, ref: Ref) -> Manifest:
         """What a version consists of, for those who cannot reach the store. Its digest is checked.
@@ -110,13 +123,20 @@ class HttpCatalogue:
         text = self.connection.ask("GET", path, again=True).content
         return manifests.from_json(text, Digest(version.digest))
 
-    def fetch_file(self, ref: Ref, path: FilePath, out: BinaryIO) -> int:
+    def fetch_file(
+        self,
+        ref: Ref,
+        path: FilePath,
+        out: BinaryIO,
+        progress: Callable[[int], None] = lambda done_bytes: None,
+    ) -> int:
         """Write a file of a version into `out`, for those who cannot reach the store; its length.
 
-        Goes on where it broke off. Raises NoSuchThing, RegistryUnavailable, Damaged.
+        Goes on where it broke off. `progress` is told of bytes done. Raises NoSuchThing,
+        RegistryUnavailable, Damaged.
         """
         target = f"{self._version_path(ref)}/files/{quote(path.text)}"
-        return fetch(self.connection, target, out)
+        return fetch(self.connection, target, out, progress)
 
     def model(self, name: ModelName) -> Model:
         return self.connection.get(_path(name), Model)
@@ -139,7 +159,7 @@ class HttpCatalogue:
 
     def create_model(self, name: ModelName) -> Model:
         return self.connection.send(
-            "POST", "/models", Model, body=ModelMade(name=str(name)), again=True
+            "POST", "/models", Model, body=body(ModelMade, name=str(name)), again=True
         )
 
     def remove_model(self, name: ModelName) -> None:
@@ -153,7 +173,7 @@ class HttpCatalogue:
             "PATCH",
             self._version_path(ref),
             Version,
-            body=Annotation.model_validate(dict(changes)),
+            body=body(Annotation, **changes),
             headers=headers,
         )
 
@@ -162,12 +182,33 @@ class HttpCatalogue:
             "DELETE", self._version_path(ref), Version, params={"reason": reason}
         )
 
+    def keep(self, ref: Ref, *, copies: int | None, policy: str | None) -> Version:
+        """Ask for copies or a policy; the service tells its store. Raises as `Yard.keep`."""
+        wanted = body(Keeping, replication=copies, policy=policy)
+        path = f"{self._version_path(ref)}/replicas"
+        return self.connection.send("PUT", path, Version, body=wanted, again=True)
+
     def cost(self, ref: Ref, *, copies: int = 1) -> Cost:
         """What a version costs; how many copies there are the service knows better."""
         return self.connection.get(f"{self._version_path(ref)}/cost", Cost)
 
     def mark_used(self, ref: Ref) -> None:
         self.connection.send("POST", f"{self._version_path(ref)}/used", NoneType, again=True)
+
+    def take_lease(self, ref: Ref, holder: str, seconds: float) -> ReadLease:
+        # Repeated after a lost answer, it leaves a lease nobody renews, which ends by itself.
+        wanted = body(LeaseWanted, holder=holder, seconds=seconds)
+        path = f"{self._version_path(ref)}/leases"
+        return self.connection.send("POST", path, ReadLease, body=wanted, again=True)
+
+    def renew_lease(self, lease_id: int, seconds: float) -> ReadLease:
+        wanted = body(LeaseRenewed, seconds=seconds)
+        path = f"/leases/{lease_id}"
+        return self.connection.send("PUT", path, ReadLease, body=wanted, again=True)
+
+    def release_lease(self, lease_id: int) -> None:
+        with suppress(NoSuchThing):
+            self.connection.send("DELETE", f"/leases/{lease_id}", NoneType, again=True)
 
     def set_retention(self, name: ModelName, retention: Retention | None) -> None:
         path = f"{_path(name)}/retention"
@@ -202,8 +243,8 @@ class HttpCatalogue:
             return self.connection.send(
                 "DELETE", path, AliasMove, params={"reason": reason}, headers=headers
             )
-        body = AliasTarget(version=to, reason=reason)
-        return self.connection.send("PUT", path, AliasMove, body=body, headers=headers)
+        target = body(AliasTarget, version=to, reason=reason)
+        return self.connection.send("PUT", path, AliasMove, body=target, headers=headers)
 
     def alias_log(
         self,
@@ -220,7 +261,7 @@ class HttpCatalogue:
 
     def rollback_alias(self, name: ModelName, alias: AliasName, *, reason: str = "") -> AliasMove:
         path = f"{_alias_path(name, alias)}/rollback"
-        return self.connection.send("POST", path, AliasMove, body=Reason(reason=reason))
+        return self.connection.send("POST", path, AliasMove, body=body(Reason, reason=reason))
 
     def open_upload(self, model: ModelName, publication: Publication) -> HttpUpload:
         # Repeated after a lost answer, it leaves an upload nobody uses, which ends by itself.
@@ -230,7 +271,7 @@ class HttpCatalogue:
         return HttpUpload(self.connection, opened)
 
     def create_token(self, name: TokenName, role: Role, projects: Sequence[str]) -> NewToken:
-        wanted = TokenWanted(name=name.text, role=role, projects=list(projects))
+        wanted = body(TokenWanted, name=name.text, role=role, projects=list(projects))
         return self.connection.send("POST", "/tokens", NewToken, body=wanted)
 
     def tokens(self) -> list[Token]:
@@ -244,7 +285,7 @@ class HttpCatalogue:
 
     def set_quota(self, project: str, *, stored_bytes: int | None, versions: int | None) -> Quota:
         path = f"/quotas/{ModelName(project, 'any').project}"
-        limits = Limits(stored_bytes=stored_bytes, versions=versions)
+        limits = body(Limits, stored_bytes=stored_bytes, versions=versions)
         return self.connection.send("PUT", path, Quota, body=limits, again=True)
 
     def audit(self, *, before: int | None = None, limit: int = 1000) -> list[AuditEntry]:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -15,6 +14,7 @@ import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from weightyard.client.problems import error_of
+from weightyard.client.sending import Sending
 from weightyard.errors import (
     BadSetting,
     DeadlineExceeded,
@@ -32,7 +32,6 @@ PREFIX = "/api/v1"
 
 _TIMEOUT = httpx.Timeout(30.0, connect=5.0, pool=30.0)
 _LONG_TIMEOUT = httpx.Timeout(60.0, connect=5.0, pool=30.0, read=3600.0)
-_PIECE_BYTES = 1 << 20
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _TRY_AGAIN = frozenset((429, 502, 503, 504))
@@ -74,9 +73,18 @@ class Connection:
     def close(self) -> None:
         self._http.close()
 
-    def get(self, path: str, kind: type[_T], params: Mapping[str, Any] | None = None) -> _T:
+    def get(
+        self,
+        path: str,
+        kind: type[_T],
+        params: Mapping[str, Any] | None = None,
+        *,
+        deadline_s: float | None = None,
+    ) -> _T:
         """Read something."""
-        return self._parsed(self.ask("GET", path, params=params, again=True), kind)
+        return self._parsed(
+            self.ask("GET", path, params=params, again=True, deadline_s=deadline_s), kind
+        )
 
     def send(
         self,
@@ -107,18 +115,19 @@ class Connection:
         *,
         params: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
-        content: bytes | Path | None = None,
+        content: bytes | Sending | None = None,
         timeout: httpx.Timeout = _TIMEOUT,
         again: bool,
+        deadline_s: float | None = None,
     ) -> httpx.Response:
-        """One request; a body given as a path is streamed from there.
+        """One request. Raises what the service raised, and RegistryUnavailable.
 
-        Raises what the service raised, and RegistryUnavailable.
-
-        Where it may be repeated it is, with jitter, until the deadline. Where not, an answer that
-        was lost is an error: whether it happened is unknown, read back.
+        Where it may be repeated it is, with jitter, until the deadline, which for a body that is
+        being sent counts from its last progress. Where not, an answer that was lost is an error:
+        whether it happened is unknown, read back. `deadline_s` 0: one try, for who comes again.
         """
-        end = time.monotonic() + self._deadline_s
+        deadline_s = self._deadline_s if deadline_s is None else deadline_s
+        began = time.monotonic()
         attempt = 0
         given = {name: value for name, value in (params or {}).items() if value is not None}
         while True:
@@ -130,7 +139,7 @@ class Connection:
                     path,
                     params=given,
                     headers={**_length(content), **(headers or {})},
-                    content=_pieces(content) if isinstance(content, Path) else content,
+                    content=content.pieces() if isinstance(content, Sending) else content,
                     follow_redirects=method == "GET",
                     timeout=timeout,
                 )
@@ -155,14 +164,15 @@ class Connection:
             if not may_repeat:
                 raise error
             pause_s = max(pause_s or 0.0, _pause(attempt))
-            if time.monotonic() + pause_s > end:
+            moved_at = content.moved_at if isinstance(content, Sending) else began
+            if time.monotonic() + pause_s > moved_at + deadline_s:
                 if attempt == 1:
                     raise error
                 raise DeadlineExceeded(f"{error}; tried {attempt} times") from error
             _log.info("service.tried_again", host=self.host, attempt=attempt, reason=error)
             time.sleep(pause_s)
 
-    def put_file(self, path: str, file: Path, kind: type[_T]) -> _T:
+    def put_file(self, path: str, file: Sending, kind: type[_T]) -> _T:
         """Send a file; how long the service takes to store it depends on its size."""
         headers = {"Content-Type": "application/octet-stream"}
         response = self.ask(
@@ -196,14 +206,8 @@ class Connection:
             ) from None
 
 
-def _length(content: bytes | Path | None) -> dict[str, str]:
-    return {"Content-Length": str(content.stat().st_size)} if isinstance(content, Path) else {}
-
-
-def _pieces(file: Path) -> Iterator[bytes]:
-    with file.open("rb") as opened:
-        while piece := opened.read(_PIECE_BYTES):
-            yield piece
+def _length(content: bytes | Sending | None) -> dict[str, str]:
+    return {"Content-Length": str(content.length)} if isinstance(content, Sending) else {}
 
 
 def _pause(attempt: int) -> float:

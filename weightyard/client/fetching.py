@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import BinaryIO
 
 from weightyard.client.connection import Connection
@@ -13,8 +14,13 @@ _GIVE_UP_S = 30.0
 """Without a byte for so long, the service is not there."""
 
 
-def fetch(connection: Connection, path: str, out: BinaryIO) -> int:
-    """Write what is at a path into `out`; returns the length.
+def fetch(
+    connection: Connection,
+    path: str,
+    out: BinaryIO,
+    progress: Callable[[int], None] = lambda done_bytes: None,
+) -> int:
+    """Write what is at a path into `out`; returns the length. `progress` is told of bytes done.
 
     Raises what the service raises, Conflict if it became another file meanwhile.
     """
@@ -36,6 +42,7 @@ def fetch(connection: Connection, path: str, out: BinaryIO) -> int:
                 for piece in response.iter_bytes():
                     out.write(piece)
                     done_bytes += len(piece)
+                    progress(len(piece))
                     progress_at = time.monotonic()
         except Retryable:
             if time.monotonic() - progress_at > _GIVE_UP_S:

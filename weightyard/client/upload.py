@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from types import NoneType
 from urllib.parse import quote
 
 from weightyard.client.connection import Connection
+from weightyard.client.sending import Sending
 from weightyard.format.manifest import Manifest
 from weightyard.format.pack import Placement
 from weightyard.names import BlockId, Digest, FilePath, PackId, UploadId
 from weightyard.records import Publication, Version
 from weightyard.transfer.catalogue import ManifestFile
+from weightyard.transfer.source import Source
 from weightyard.wire import (
     MAX_CLAIMED,
     AddedPack,
@@ -69,11 +70,15 @@ class HttpUpload:
         """The service reads the manifest from the store; it is not sent."""
         return self._commit(Commit(digest=digest.hex, publication=publication), key)
 
-    def put_file(self, path: FilePath, file: Path) -> ReceivedFile:
-        """Send a file through the service, for those who cannot reach the store."""
-        return self._connection.put_file(
-            f"{self._path}/files/{quote(path.text)}", file, ReceivedFile
-        )
+    def put_file(
+        self, path: FilePath, source: Source, progress: Callable[[int], None] | None = None
+    ) -> ReceivedFile:
+        """Send a file through the service, for those who cannot reach the store.
+
+        Again from its beginning if the connection breaks. `progress` is told of bytes sent.
+        """
+        target = f"{self._path}/files/{quote(path.text)}"
+        return self._connection.put_file(target, Sending(source, progress), ReceivedFile)
 
     def commit_files(self, publication: Publication, key: str) -> Version:
         """Make a version of the files that were sent."""

@@ -31,7 +31,7 @@ router = APIRouter(
 )
 
 
-def _alias_name(alias: Annotated[str, Path(examples=["prod"])]) -> AliasName:
+async def _alias_name(alias: Annotated[str, Path(examples=["prod"])]) -> AliasName:
     return AliasName(alias)
 
 

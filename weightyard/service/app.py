@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from importlib.metadata import version
 from typing import Any
 
@@ -18,6 +18,7 @@ from weightyard.service import (
     aliases,
     content,
     events,
+    leases,
     models,
     operate,
     problems,
@@ -39,6 +40,7 @@ ROUTERS: tuple[APIRouter, ...] = (
     versions.router,
     aliases.router,
     content.router,
+    leases.router,
     uploads.router,
     events.router,
     tokens.router,
@@ -47,6 +49,7 @@ ROUTERS: tuple[APIRouter, ...] = (
 
 _FLUSH_EVERY_S = 1.0
 _LOOK_EVERY_S = 0.5
+_LAST_WORK_S = 10.0
 
 _ABOUT = """Versioned model weights on HDFS.
 
@@ -112,24 +115,31 @@ def _behind(service: Service) -> Callable[[FastAPI], Any]:
 
     @asynccontextmanager
     async def running(app: FastAPI) -> AsyncIterator[None]:
+        over = asyncio.Event()
         tasks = [
-            asyncio.create_task(_again_and_again(flush, _FLUSH_EVERY_S)),
-            asyncio.create_task(_again_and_again(look, _LOOK_EVERY_S)),
+            asyncio.create_task(_again_and_again(flush, _FLUSH_EVERY_S, over)),
+            asyncio.create_task(_again_and_again(look, _LOOK_EVERY_S, over)),
         ]
         try:
             yield
         finally:
-            for task in tasks:
+            # Cancelled, a task would leave its thread behind, at work on a database that is closed.
+            over.set()
+            _, late = await asyncio.wait(tasks, timeout=_LAST_WORK_S)
+            for task in late:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
 
     return running
 
 
-async def _again_and_again(work: Callable[[], Awaitable[None]], every_s: float) -> None:
-    while True:
+async def _again_and_again(
+    work: Callable[[], Awaitable[None]], every_s: float, over: asyncio.Event
+) -> None:
+    while not over.is_set():
         try:
             await work()
         except YardError as why:
             _log.warning("service.behind", reason=why)
-        await asyncio.sleep(every_s)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(every_s):
+                await over.wait()

@@ -14,9 +14,9 @@ from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
 from starlette.responses import Response
 
-from weightyard.errors import NotAllowed, Unauthenticated
-from weightyard.names import ModelName, TokenName, UploadId, is_plain_text
-from weightyard.records import EVERY_PROJECT, Role, Token
+from weightyard.errors import InvalidName, NotAllowed, Unauthenticated
+from weightyard.names import ModelName, Ref, TokenName, UploadId, is_plain_text
+from weightyard.records import EVERY_PROJECT, ReadLease, Role, Token
 from weightyard.registry.uploads import OpenUpload, Reading
 from weightyard.service.state import Service, service_of
 
@@ -109,6 +109,10 @@ async def _authorize(request: Request, need: Need | None) -> None:
         if upload.author != principal.who and principal.role is not Role.ADMIN:
             raise NotAllowed(f"upload {upload.upload} is not {principal.who}'s")
         request.state.upload = upload
+    elif "lease" in path:
+        lease = await service.ask(service.registry.find_lease, _lease_id(path["lease"]))
+        principal.require_model(need.role, Ref.parse(lease.ref).model)
+        request.state.lease = lease
     elif need.everywhere:
         principal.require(need.role, None)
     elif "project" in path:
@@ -116,6 +120,12 @@ async def _authorize(request: Request, need: Need | None) -> None:
     elif _RANK[principal.role] < _RANK[need.role]:
         raise NotAllowed(f"{principal.who} has the role {principal.role}; this needs {need.role}")
     request.state.principal = principal
+
+
+def _lease_id(text: str) -> int:
+    if not (text.isascii() and text.isdecimal() and len(text) < 19):
+        raise InvalidName(f"lease {text[:40]!a}: a number, as it was given")
+    return int(text)
 
 
 async def authenticate(service: Service, request: Request) -> Principal:
@@ -217,14 +227,22 @@ def _has_nul(value: object) -> bool:
     return False
 
 
-def principal_of(request: Request) -> Principal:
+async def principal_of(request: Request) -> Principal:
     return cast(Principal, request.state.principal)
 
 
-def upload_of(request: Request, upload: Annotated[str, Path(examples=["0a" * 16])]) -> OpenUpload:
+async def upload_of(
+    request: Request, upload: Annotated[str, Path(examples=["0a" * 16])]
+) -> OpenUpload:
     """The upload a path names, which was looked up to see whose it is."""
     return cast(OpenUpload, request.state.upload)
 
 
+async def lease_of(request: Request, lease: Annotated[int, Path(ge=0, examples=[7])]) -> ReadLease:
+    """The lease a path names, which was looked up to see on what it is."""
+    return cast(ReadLease, request.state.lease)
+
+
 Caller = Annotated[Principal, Depends(principal_of)]
 Opened = Annotated[OpenUpload, Depends(upload_of)]
+Held = Annotated[ReadLease, Depends(lease_of)]

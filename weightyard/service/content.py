@@ -1,27 +1,33 @@
-"""A version's content over REST: manifest, placements, files, replicas."""
+"""A version's content over REST: manifest, placements, files, replicas, locations."""
 
 from __future__ import annotations
 
+import gzip
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 
-from weightyard.errors import NoSuchThing
+from weightyard.errors import NoSuchThing, Unsupported
 from weightyard.format.manifest import FileEntry, Manifest
+from weightyard.format.pack import Placement
 from weightyard.names import BlockId, Digest, FilePath, ModelName, PackId, Ref
 from weightyard.records import Role, Version
 from weightyard.registry.registry import Registry
+from weightyard.registry.uploads import Reading
 from weightyard.service.auth import Caller, GuardedRoute, needs
 from weightyard.service.etags import IfNoneMatch, is_same, quoted
+from weightyard.service.locating import Answer, make_answer
 from weightyard.service.paging import After, Named, Number, number_after
 from weightyard.service.problems import RESPONSES
 from weightyard.service.ranges import Span, wanted_span
 from weightyard.service.sending import FileBody, SentFile
 from weightyard.service.state import Service, Yard
 from weightyard.storage import layout
+from weightyard.storage.hdfs import located
 from weightyard.storage.store import Store
 from weightyard.wire import (
     MAX_CLAIMED,
@@ -38,6 +44,8 @@ router = APIRouter(route_class=GuardedRoute, tags=["content"], responses=RESPONS
 _VERSION = "/models/{project}/{name}/versions/{number}"
 _FOR_EVER = {"Cache-Control": "private, max-age=31536000, immutable"}
 _LOCATED_AT_ONCE = 8
+
+InVersion = Annotated[str, Path(examples=["model.safetensors"])]
 
 
 async def _manifest(yard: Service, model: ModelName, number: int) -> tuple[Version, Manifest]:
@@ -104,15 +112,21 @@ async def version_placements(
 
 
 def _placed_with_bases(registry: Registry, blocks: Sequence[BlockId]) -> Placed:
-    found = dict(registry.placements(blocks))
+    return placed(_with_bases(registry, blocks))
+
+
+def _with_bases(
+    registry: Registry, blocks: Sequence[BlockId], reading: Reading | None = None
+) -> dict[BlockId, Sequence[Placement]]:
+    found = dict(registry.placements(blocks, reading=reading))
     bases = {
         placement.encoding.base
         for placements in found.values()
         for placement in placements
         if placement.encoding.base is not None
     }
-    found |= registry.placements([base for base in bases if base not in found])
-    return placed(found)
+    found |= registry.placements([base for base in bases if base not in found], reading=reading)
+    return found
 
 
 @router.post("/placements")
@@ -121,6 +135,52 @@ async def find_placements(yard: Yard, caller: Caller, body: BlockList) -> Placed
     """Where blocks lie, of those one may read."""
     found = await yard.ask(yard.registry.placements, body.ids(), reading=caller.reading)
     return await yard.ask(placed, found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A file of a version, and what is said of it whether or not it is sent."""
+
+    version: Version
+    manifest: Manifest
+    file: FileEntry
+    tag: str
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"ETag": quoted(self.tag), "Accept-Ranges": "bytes", **_FOR_EVER}
+
+
+async def _file(yard: Service, model: ModelName, number: int, path: str) -> _Found:
+    """Raises NoSuchThing, InvalidName."""
+    wanted = FilePath(path)
+    version, manifest = await _manifest(yard, model, number)
+    for index, file in enumerate(manifest.files):
+        if file.path == wanted.text:
+            return _Found(version, manifest, file, f"{version.digest}-{index}")
+    raise NoSuchThing(f"{version.ref} has no file {wanted.text[:200]!a}")
+
+
+@router.head(
+    _VERSION + "/files/{path:path}",
+    response_class=Response,
+    responses={
+        200: {"description": "The file's length and ETag"},
+        304: {"description": "As the client has it"},
+    },
+)
+@needs(Role.READ)
+async def file_headers(
+    yard: Yard, model: Named, number: Number, path: InVersion, if_none_match: IfNoneMatch = None
+) -> Response:
+    """What a file of a version is: how long, and which content. Its bytes are not read."""
+    found = await _file(yard, model, number, path)
+    if is_same(if_none_match, found.tag):
+        return Response(status_code=304, headers=found.headers)
+    return Response(
+        headers={**found.headers, "Content-Length": str(found.file.bytes)},
+        media_type="application/octet-stream",
+    )
 
 
 @router.get(
@@ -138,41 +198,31 @@ async def read_file(
     caller: Caller,
     model: Named,
     number: Number,
-    path: Annotated[str, Path(examples=["model.safetensors"])],
+    path: InVersion,
     range: Annotated[str | None, Header(description="One range", examples=["bytes=0-99"])] = None,
     if_range: Annotated[str | None, Header(max_length=200)] = None,
     if_none_match: IfNoneMatch = None,
 ) -> Response:
     """A file of a version, bit for bit, or a range of it."""
-    wanted = FilePath(path)
-    version, manifest = await _manifest(yard, model, number)
-    index, file = _file_of(manifest, wanted, version.ref)
-    tag = f"{version.digest}-{index}"
-    headers = {"ETag": quoted(tag), "Accept-Ranges": "bytes", **_FOR_EVER}
-    if is_same(if_none_match, tag):
+    found = await _file(yard, model, number, path)
+    file, headers = found.file, found.headers
+    if is_same(if_none_match, found.tag):
         return Response(status_code=304, headers=headers)
-    part = None if if_range not in (None, quoted(tag)) else wanted_span(range, file.bytes)
+    part = None if if_range not in (None, quoted(found.tag)) else wanted_span(range, file.bytes)
     span = part or Span(0, file.bytes)
     headers["Content-Disposition"] = "attachment"  # never shown: it may be anyone's HTML
     if part is not None:
         headers["Content-Range"] = f"bytes {span.start}-{span.end - 1}/{file.bytes}"
-    if yard.uses.is_new(version.ref):
+    if yard.uses.is_new(found.version.ref):
         await yard.ask(yard.registry.mark_used, Ref(model, number))
     return SentFile(
-        FileBody(yard, manifest, file, span),
+        FileBody(yard, found.manifest, file, span),
         span,
         yard.turnstile.passed(caller.who),
         yard,
         status_code=200 if part is None else 206,
         headers=headers,
     )
-
-
-def _file_of(manifest: Manifest, path: FilePath, ref: str) -> tuple[int, FileEntry]:
-    for index, file in enumerate(manifest.files):
-        if file.path == path.text:
-            return index, file
-    raise NoSuchThing(f"{ref} has no file {path.text[:200]!a}")
 
 
 @router.get(_VERSION + "/replicas")
@@ -213,3 +263,76 @@ def _locate(store: Store, packs: Sequence[PackId]) -> list[PackReplicas]:
         )
         for pack, location in zip(packs, locations, strict=True)
     ]
+
+
+_LOCATED: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "Where files lie, with block tokens: not to be kept for long, nor logged",
+        "content": {"application/json": {"schema": located.schema()}},
+    }
+}
+Stale = Annotated[
+    str | None,
+    Query(
+        pattern=r"^[0-9a-f]{1,64}$",
+        description="The stamp of an answer by which nothing could be read: what is known since "
+        "is answered, or the store is asked again",
+    ),
+]
+
+
+@router.get(_VERSION + "/locations", response_class=Response, responses=_LOCATED)
+@needs(Role.READ)
+async def locations(
+    request: Request,
+    yard: Yard,
+    caller: Caller,
+    model: Named,
+    number: Number,
+    stale: Stale = None,
+) -> Response:
+    """Where all packs of a version lie and what it takes to read them: for readers that go to the
+    DataNodes and to no NameNode. Packs that are gone meanwhile are left out."""
+    _require_telling(yard)
+    version, manifest = await _manifest(yard, model, number)
+    # Who may read more projects may be told of more packs, so they do not share an answer.
+    key = (version.digest, None if caller.projects is None else frozenset(caller.projects))
+
+    def make(is_forced: bool) -> Answer:
+        blocks = [block.id for block in manifest.blocks]
+        found = _with_bases(yard.registry, blocks, caller.reading)
+        packs = sorted({placement.pack for some in found.values() for placement in some})
+        return make_answer(yard.store, [layout.pack(pack) for pack in packs], is_forced)
+
+    return _sent(
+        request, await yard.located.get(key, lambda now: yard.move(make, now), stale=stale)
+    )
+
+
+@router.get("/about/location", response_class=Response, responses=_LOCATED)
+@needs(Role.READ)
+async def location(request: Request, yard: Yard, stale: Stale = None) -> Response:
+    """Where the yard's own file lies, by which readers find out whether they reach DataNodes."""
+    _require_telling(yard)
+
+    def make(is_forced: bool) -> Answer:
+        return make_answer(yard.store, [layout.YARD], is_forced)
+
+    return _sent(
+        request, await yard.located.get(None, lambda now: yard.move(make, now), stale=stale)
+    )
+
+
+def _require_telling(yard: Service) -> None:
+    if not yard.settings.tell_locations:
+        raise Unsupported("this service tells no locations: WEIGHTYARD_TELL_LOCATIONS is off")
+
+
+def _sent(request: Request, answer: Answer) -> Response:
+    headers = {"Cache-Control": "no-store"}  # there are tokens in it
+    content = answer.compressed
+    if "gzip" in request.headers.get("accept-encoding", ""):
+        headers["Content-Encoding"] = "gzip"
+    else:
+        content = gzip.decompress(content)
+    return Response(content, headers=headers, media_type="application/json")

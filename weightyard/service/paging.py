@@ -23,7 +23,7 @@ Project = Annotated[str, Path(examples=["team"])]
 Number = Annotated[int, Path(ge=1, le=999_999_999, examples=[3])]
 
 
-def model_name(project: Project, name: Annotated[str, Path(examples=["bert"])]) -> ModelName:
+async def model_name(project: Project, name: Annotated[str, Path(examples=["bert"])]) -> ModelName:
     return ModelName(project, name)
 
 

@@ -61,6 +61,7 @@ def store_file(
         bytes=source.length,
         new_bytes=report.new_bytes,
         stored_bytes=report.stored_bytes,
+        packs_written=report.packs_written,
     )
 
 

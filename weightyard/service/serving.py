@@ -33,7 +33,7 @@ def open_service(store: Store, database: Database, settings: Settings, host: str
     Raises SchemaUnknown, saying which command to run; ForeignStore; NotAllowed if the service
     would be open to other hosts.
     """
-    registry = Registry(database, who="service")
+    registry = Registry(database, store=store, who="service")
     bound = binding.bind(database, store)
     if settings.proxy_header is not None and not settings.proxy_addresses:
         raise BadSetting(
@@ -67,6 +67,7 @@ def listening(host: str, port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind(address)
+        found.listen(_BACKLOG)  # who is told the URL may come before the first answer can
     except OSError as why:
         found.close()
         raise BadSetting(f"{host}:{port}: {why.strerror}: choose another --port") from None

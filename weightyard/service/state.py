@@ -13,6 +13,7 @@ from fastapi import Depends, Request
 
 from weightyard.registry.binding import Bound
 from weightyard.registry.registry import Registry
+from weightyard.service.locating import Answers
 from weightyard.service.manifests import Manifests
 from weightyard.service.metrics import Metrics
 from weightyard.service.spool import Spool
@@ -44,6 +45,7 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     wake: Wake = field(default_factory=Wake)
     uses: Uses = field(default_factory=Uses)
+    located: Answers = field(default_factory=Answers)
     turnstile: Turnstile = field(default_factory=lambda: Turnstile(total=64, each=32))
     manifests: Manifests = field(init=False)
     listeners: int = 0
@@ -76,4 +78,9 @@ def service_of(request: Request) -> Service:
     return cast(Service, request.app.state.service)
 
 
-Yard = Annotated[Service, Depends(service_of)]
+async def _service(request: Request) -> Service:
+    # The framework runs what is not async in a thread, which costs more than most requests do.
+    return service_of(request)
+
+
+Yard = Annotated[Service, Depends(_service)]

@@ -30,7 +30,9 @@ from weightyard.service.receiving import (
 )
 from weightyard.service.spool import SpooledFile
 from weightyard.service.state import Service, Yard
+from weightyard.storage import layout
 from weightyard.transfer.catalogue import ManifestFile
+from weightyard.transfer.durable import make_durable
 from weightyard.transfer.publish import publish, read_manifest
 from weightyard.wire import (
     BlockList,
@@ -239,6 +241,7 @@ def _commit_written(
 ) -> Version:
     """A version whose manifest the client wrote."""
     manifest = read_manifest(yard.store, Digest(digest))
+    make_durable(yard.store, layout.manifest(Digest(digest)), min_replicas(yard, publication))
     return handle.commit(Digest(digest), manifest, publication, key)
 
 
@@ -251,7 +254,8 @@ def _commit_received(
     manifest = assemble(handle.received())
     if publication.config is None:
         publication = publication.model_copy(update={"config": config_in(yard, manifest)})
-    return publish(yard.store, handle, manifest, publication, key)
+    replicas = min_replicas(yard, publication)
+    return publish(yard.store, handle, manifest, publication, key, min_replicas=replicas)
 
 
 def _own_key(caller: Principal, key: str) -> str:

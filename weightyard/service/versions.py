@@ -1,20 +1,24 @@
-"""Versions over REST: list, resolve, show, annotate, remove."""
+"""Versions over REST: list, resolve, show, annotate, keep, remove."""
 
 from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Path, Query, Response
+from fastapi import APIRouter, BackgroundTasks, Path, Query, Response
 
+from weightyard.errors import YardError
+from weightyard.logs import Log
 from weightyard.names import Ref
 from weightyard.records import Cost, Role, Version
 from weightyard.service.auth import Caller, GuardedRoute, needs
 from weightyard.service.etags import IfMatch, IfNoneMatch, is_same, one_tag, quoted
 from weightyard.service.paging import After, Limit, Named, Number, number_after, page
 from weightyard.service.problems import RESPONSES
-from weightyard.service.state import Yard
+from weightyard.service.state import Service, Yard
 from weightyard.storage import layout
-from weightyard.wire import Annotation, Page
+from weightyard.wire import Annotation, Keeping, Page
+
+_log = Log(__name__)
 
 router = APIRouter(
     prefix="/models/{project}/{name}",
@@ -122,6 +126,33 @@ async def cost(
         if caller.may_read(Ref.parse(ref).model)
     }
     return found.model_copy(update={"shared_with": shared})
+
+
+@router.put("/versions/{number}/replicas")
+@needs(Role.WRITE)
+async def keep(
+    yard: Yard, caller: Caller, model: Named, number: Number, body: Keeping, after: BackgroundTasks
+) -> Version:
+    """Ask for copies or an HDFS storage policy. A pack is kept as the most demanding of the
+    versions using it asks; the store follows in its own time."""
+    kept = await yard.ask(
+        yard.registry.keep_on,
+        yard.store,
+        Ref(model, number),
+        copies=body.replication,
+        policy=body.policy,
+        who=caller.who,
+    )
+    after.add_task(_tell_store, yard)
+    return kept
+
+
+async def _tell_store(yard: Service) -> None:
+    """Thousands of packs take longer than a client waits; what fails here gc does again."""
+    try:
+        await yard.move(yard.registry.settle_replication, yard.store)
+    except YardError as why:
+        _log.warning("version.not_kept_yet", reason=why)
 
 
 @router.post("/versions/{number}/used", status_code=204)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any, Protocol
@@ -12,8 +12,10 @@ from typing import Any, Protocol
 from weightyard.format.manifest import Manifest
 from weightyard.format.pack import Placement
 from weightyard.names import AliasName, BlockId, Digest, ModelName, PackId, Ref, UploadId
-from weightyard.records import AliasMove, Cost, Model, Publication, Retention, Version
+from weightyard.records import AliasMove, Cost, Model, Publication, ReadLease, Retention, Version
+from weightyard.storage.cancel import Cancel
 from weightyard.storage.store import Store
+from weightyard.transfer.watching import Sighting
 
 
 class Placements(Protocol):
@@ -96,8 +98,18 @@ class Catalogue(Placements, Protocol):
     Thread-safe. Every call may raise Retryable and NotAllowed; `who` and `reason` are for history.
     """
 
+    is_service: bool
+    """Whether it looks after its store by itself: writes records, and tells it what to keep."""
+
     def resolve(self, ref: Ref) -> Version:
         """The version a ref means now. Raises NoSuchThing."""
+
+    def watch(self, ref: Ref, *, poll_s: float, stop: Cancel) -> Iterator[Sighting]:
+        """What a ref means, now and again and soon after it changes, until stopped.
+
+        Without a service to tell of changes, every `poll_s` or so. Where it cannot be told, the
+        error is given instead, and the watching goes on.
+        """
 
     def model(self, name: ModelName) -> Model:
         """One model. Raises NoSuchThing."""
@@ -122,14 +134,35 @@ class Catalogue(Placements, Protocol):
         `copies`: how often the store keeps a pack for which nobody asked for more.
         """
 
+    def keep(self, ref: Ref, *, copies: int | None, policy: str | None) -> Version:
+        """Ask for copies or an HDFS storage policy; what is None stays. Raises NoSuchThing.
+
+        A service tells its store; where this is a registry, who asked does.
+        """
+
     def annotate(self, ref: Ref, changes: Mapping[str, Any]) -> Version:
         """Change a version's message, metrics, tags or metadata. Raises NoSuchThing."""
 
     def remove(self, ref: Ref, *, reason: str = "") -> Version:
         """Take a version out of sight. Raises NoSuchThing, Protected."""
 
+    def remove_model(self, name: ModelName) -> None:
+        """Remove a model that has no versions. Raises NoSuchThing, Protected."""
+
     def mark_used(self, ref: Ref) -> None:
         """Note that a version is being loaded."""
+
+    def take_lease(self, ref: Ref, holder: str, seconds: float) -> ReadLease:
+        """Keep a version's bytes for a reader, even if it is removed. Raises NoSuchThing.
+
+        Counts until it is released, or not renewed for so long. `holder` is for people.
+        """
+
+    def renew_lease(self, lease_id: int, seconds: float) -> ReadLease:
+        """Keep the bytes for so long from now. Raises NoSuchThing: it has ended, they may go."""
+
+    def release_lease(self, lease_id: int) -> None:
+        """Give a lease up. One that is not there any more is no error."""
 
     def set_retention(self, name: ModelName, retention: Retention | None) -> None:
         """Which versions gc may remove by itself. Raises NoSuchThing."""

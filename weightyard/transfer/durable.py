@@ -6,7 +6,9 @@ import time
 
 from weightyard.errors import UnderReplicated
 from weightyard.storage.deadline import Deadline
-from weightyard.storage.store import Store, StorePath
+from weightyard.storage.store import FileOptions, Store, StorePath
+
+REPLICAS_TIMEOUT_S = 30.0
 
 
 def require_replicas(store: Store, path: StorePath, wanted: int, timeout_s: float) -> None:
@@ -23,3 +25,10 @@ def require_replicas(store: Store, path: StorePath, wanted: int, timeout_s: floa
         if time.monotonic() + 0.1 > deadline.at:
             raise UnderReplicated(f"{path} is on {found} DataNodes, {wanted} are required")
         time.sleep(0.1)
+
+
+def make_durable(store: Store, path: StorePath, wanted: int) -> None:
+    """The same for a file that may be another's, who asked for fewer copies: then ask for more."""
+    if wanted > 1 and store.stat(path).replication < wanted:
+        store.adjust(path, FileOptions(replication=wanted))
+    require_replicas(store, path, wanted, REPLICAS_TIMEOUT_S)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
-from weightyard.errors import Conflict, NoSuchThing, Refused
+from weightyard.errors import NoSuchThing, Refused
 from weightyard.format.assembly import manifest_of
 from weightyard.format.manifest import FileEntry, Manifest
 from weightyard.format.splitting import split_file
 from weightyard.names import FilePath
+from weightyard.transfer.appearing import appearing
 from weightyard.transfer.plan import wanted_of
 from weightyard.transfer.reader import Reader, ReadReport
 from weightyard.transfer.source import FileSource, Source, translated
@@ -77,11 +76,8 @@ def read_folder(
     report = ReadReport()
     for file in manifest.files if files is None else files:
         target = folder.joinpath(*file.name.parts)
-        if target.exists() or target.is_symlink():
-            raise Conflict(f"{target} is there already: choose another folder")
-        with translated(target):
-            target.parent.mkdir(parents=True, exist_ok=True)
-            report += _read_file(reader, manifest, file, target, progress)
+        with appearing(target) as partial, translated(target):
+            report += _read_file(reader, manifest, file, partial, progress)
     return report
 
 
@@ -89,26 +85,19 @@ def _read_file(
     reader: Reader,
     manifest: Manifest,
     file: FileEntry,
-    target: Path,
+    into: Path,
     progress: Callable[[int], None] | None,
 ) -> ReadReport:
     """Blocks are decoded straight into the pages of a mapped file, in any order."""
-    partial = target.with_name(f".{secrets.token_hex(8)}.partial")
-    report = ReadReport()
-    with ExitStack() as cleanup:
-        handle = os.open(partial, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        cleanup.callback(partial.unlink, missing_ok=True)
-        cleanup.callback(os.close, handle)
-        if file.bytes:
-            # Pages of a sparse file that find no room when they are written end the process.
-            os.posix_fallocate(handle, 0, file.bytes)
-            with mmap.mmap(handle, file.bytes) as pages, memoryview(pages) as into:
-                wanted = list(wanted_of(manifest, file.extents, into))
-                try:
-                    report = reader.read(wanted, progress)
-                finally:
-                    for want in wanted:
-                        want.into.release()
-        os.fsync(handle)
-        os.link(partial, target)
-    return report
+    if not file.bytes:
+        return ReadReport()
+    with into.open("r+b") as opened:
+        # Pages of a sparse file that find no room when they are written end the process.
+        os.posix_fallocate(opened.fileno(), 0, file.bytes)
+        with mmap.mmap(opened.fileno(), file.bytes) as pages, memoryview(pages) as memory:
+            wanted = list(wanted_of(manifest, file.extents, memory))
+            try:
+                return reader.read(wanted, progress)
+            finally:
+                for want in wanted:
+                    want.into.release()

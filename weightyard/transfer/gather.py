@@ -7,9 +7,9 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
+from weightyard.closing import Closing
 from weightyard.errors import NoSuchThing
 from weightyard.names import FilePath
 from weightyard.settings import Settings
@@ -24,7 +24,7 @@ _MAX_CONFIG_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Gathered:
+class Gathered(Closing):
     """Contents to push. A context manager: their sources are given up when it is left."""
 
     contents: Sequence[Content]
@@ -41,17 +41,6 @@ class Gathered:
             if [file.path for file in content.split.files] == ["config.json"]:
                 return _parsed(content.sources[0])
         return None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.close()
 
 
 def gather_files(

@@ -82,7 +82,7 @@ def translated(path: Path) -> Iterator[None]:
     except PermissionError as why:
         raise NotAllowed(f"{path}: {why.strerror}") from why
     except OSError as why:
-        if why.errno in (errno.ENOSPC, errno.EDQUOT):
+        if why.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise StoreFull(f"{path}: {why.strerror}") from why
         raise NoSuchThing(f"{path}: {why.strerror}") from why
 

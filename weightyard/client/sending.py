@@ -1,0 +1,35 @@
+"""Sending: a source on its way to the service, from its beginning again if it has to be."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from weightyard.transfer.source import Source
+
+_PIECE_BYTES = 1 << 20
+
+
+class Sending:
+    """The body of a request. However often it is sent, each byte counts as progress once."""
+
+    def __init__(self, source: Source, progress: Callable[[int], None] | None = None) -> None:
+        self._source = source
+        self._progress = progress or (lambda done_bytes: None)
+        self._furthest = 0
+        self.length = source.length
+        self.moved_at = time.monotonic()
+        """When a byte last went out that had not before."""
+
+    def pieces(self) -> Iterator[bytes]:
+        """All of it. Raises Conflict if the source changed meanwhile."""
+        for at in range(0, self.length, _PIECE_BYTES):
+            piece = self._source.read_at(at, min(_PIECE_BYTES, self.length - at))
+            yield piece
+            self._went(at + len(piece))
+
+    def _went(self, end: int) -> None:
+        if end > self._furthest:
+            self._progress(end - self._furthest)
+            self._furthest = end
+            self.moved_at = time.monotonic()

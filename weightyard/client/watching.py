@@ -1,0 +1,76 @@
+"""Watching a ref through a service: it says when to look; where it cannot, one looks by the clock.
+
+The events only say when to look. What the ref means is asked, so an event that was lost, or told
+twice, does no harm.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+from weightyard.client.connection import Connection
+from weightyard.client.events import events
+from weightyard.errors import Cancelled, Retryable, YardError
+from weightyard.logs import Log
+from weightyard.names import ModelName
+from weightyard.records import Version
+from weightyard.storage.cancel import Cancel
+from weightyard.transfer.watching import Sighting, jittered, pause, sighted
+
+_log = Log(__name__)
+
+_LOOK_ANYWAY_S = 60.0
+"""Ids of events begin anew in a registry that was rebuilt: who resumes then hears nothing."""
+
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 60.0
+
+
+def watched(
+    connection: Connection,
+    model: ModelName,
+    resolve: Callable[[], Version],
+    poll_s: float,
+    stop: Cancel,
+) -> Iterator[Sighting]:
+    """What a ref to a model means, whenever something happened to the model, until stopped.
+
+    A stream that breaks off is picked up again, with growing pauses; meanwhile, and where there is
+    none, the service is asked by the clock.
+    """
+    last: int | None = None
+    failures = 0
+    listen_at = 0.0
+    while not stop.is_cancelled:
+        if time.monotonic() >= listen_at:
+            look_at = 0.0
+            try:
+                for event in events(connection, last, stop):
+                    failures = 0
+                    last = last if event is None else event.id
+                    if stop.is_cancelled:
+                        return
+                    if _concerns(event, model) or time.monotonic() >= look_at:
+                        seen = sighted(resolve)
+                        yield seen
+                        if isinstance(seen, Retryable):
+                            break  # it is to be asked again soon, and no event may come for long
+                        look_at = time.monotonic() + jittered(_LOOK_ANYWAY_S)
+            except Cancelled:
+                return
+            except YardError as why:
+                _log.info("events.not_heard", host=connection.host, reason=why)
+            failures += 1
+            listen_at = time.monotonic() + _pause_s(failures)
+        yield sighted(resolve)
+        pause(min(jittered(poll_s), max(0.0, listen_at - time.monotonic())), stop)
+
+
+def _concerns(event: object, model: ModelName) -> bool:
+    subject = getattr(event, "subject", "")
+    return subject == str(model) or subject.startswith(f"{model}@")
+
+
+def _pause_s(failures: int) -> float:
+    return jittered(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10)))

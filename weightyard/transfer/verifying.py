@@ -1,0 +1,67 @@
+"""Verifying: a file of this machine held against the blocks its manifest names."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from weightyard.errors import BlockCorrupt
+from weightyard.format.block import block_id
+from weightyard.format.manifest import FileEntry, Manifest
+from weightyard.transfer.source import Source
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Part:
+    """Bytes of a block that lie somewhere in the file."""
+
+    offset: int
+    length: int
+    at: int
+    """In the file."""
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.length
+
+
+def require_content(manifest: Manifest, file: FileEntry, source: Source) -> None:
+    """See that a file has the bytes its manifest says. Raises BlockCorrupt.
+
+    A block of which the file has a part only is not checked: its name is that of all its bytes.
+    """
+    if source.length != file.bytes:
+        raise BlockCorrupt(f"{file.path} has {source.length} bytes, not {file.bytes}")
+    parts: dict[int, list[_Part]] = defaultdict(list)
+    at = 0
+    for extent in file.extents:
+        parts[extent.block].append(_Part(extent.offset, extent.length, at))
+        at += extent.length
+    for number, found in parts.items():
+        block = manifest.blocks[number]
+        raw = _whole(sorted(found), block.raw_bytes, source)
+        if raw is None:
+            continue
+        again = found if len(found) > 1 else []
+        if block_id(raw) != block.id or not all(_is_same(raw, part, source) for part in again):
+            raise BlockCorrupt(f"{file.path}: its bytes are not those of block {block.hex}")
+
+
+def _whole(parts: Sequence[_Part], raw_bytes: int, source: Source) -> bytearray | None:
+    """A block put together from the file; None if the file does not have all of it."""
+    raw = bytearray(raw_bytes)
+    done = 0
+    for part in parts:
+        if part.offset > done:
+            return None
+        if part.end > done:
+            into = memoryview(raw)[done : part.end]
+            source.read_into(part.at + done - part.offset, into)
+            done = part.end
+    return raw if done == raw_bytes else None
+
+
+def _is_same(raw: bytearray, part: _Part, source: Source) -> bool:
+    """Whether a part, of several with the same bytes perhaps, is what the block says."""
+    return raw[part.offset : part.end] == source.read_at(part.at, part.length)

@@ -1,0 +1,372 @@
+"""Via: which way a version's bytes go, straight to the store or through the service.
+
+Straight from the store means from its DataNodes; where packs lie on them, the service tells too.
+
+Everything else of a yard is the catalogue's. This is the one place that decides.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import msgspec
+
+from weightyard.closing import Closing
+from weightyard.errors import ForeignStore, StoreUnavailable, Unsupported, YardError
+from weightyard.format.assembly import manifest_of
+from weightyard.format.manifest import FileEntry, Manifest
+from weightyard.logs import Log
+from weightyard.names import Digest, ModelName, Ref, UploadId
+from weightyard.records import About, Publication, Pushed, Version
+from weightyard.settings import Settings
+from weightyard.storage import layout
+from weightyard.storage.opening import open_store
+from weightyard.storage.store import ReadPath, Store
+from weightyard.transfer.alive import kept_alive
+from weightyard.transfer.appearing import appearing
+from weightyard.transfer.bases import bases_of
+from weightyard.transfer.catalogue import Catalogue
+from weightyard.transfer.folder import read_folder
+from weightyard.transfer.gather import Gathered
+from weightyard.transfer.once import read_whole
+from weightyard.transfer.publish import publish, read_manifest
+from weightyard.transfer.reader import Reader
+from weightyard.transfer.source import FileSource, translated
+from weightyard.transfer.verifying import require_content
+from weightyard.transfer.writer import Content, WriteOptions, Writer
+
+if TYPE_CHECKING:
+    from weightyard.client.catalogue import HttpCatalogue
+
+_log = Log(__name__)
+
+_PROBE_S = 5.0
+"""How long it may take to find out whether the store can be reached."""
+
+_MAX_YARD_FILE_BYTES = 1 << 16
+
+Progress = Callable[[int], None]
+"""Is told of bytes done, as they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outgoing:
+    """A version to be published."""
+
+    gathered: Gathered
+    model: ModelName
+    publication: Publication
+    codec: Literal["auto", "raw"] = "auto"
+    delta: Literal["off", "also", "only"] = "off"
+
+
+class Via(Closing):
+    """A way for bytes. Thread-safe."""
+
+    @property
+    @abstractmethod
+    def store(self) -> Store:
+        """The store itself, for what only it can do. Raises StoreUnavailable, Unsupported."""
+
+    def expect(self, version: Version) -> None:
+        """Say that a version is about to be read. Waits for nothing."""
+
+    @abstractmethod
+    def manifest(self, version: Version) -> Manifest:
+        """What a version consists of, its digest checked. Raises Damaged, Retryable."""
+
+    @abstractmethod
+    def pull(
+        self,
+        version: Version,
+        manifest: Manifest,
+        files: Sequence[FileEntry],
+        folder: Path,
+        progress: Progress | None,
+    ) -> None:
+        """Put files of a version into a folder. Each appears when it is whole and verified.
+
+        Raises Conflict (one is there already), Damaged, Retryable.
+        """
+
+    @abstractmethod
+    def push(self, outgoing: Outgoing, progress: Progress | None) -> Pushed:
+        """Publish a version: all of it, or nothing. Raises Conflict, Refused, Retryable."""
+
+
+class ViaStore(Via):
+    """Bytes go straight to the store and come straight from it."""
+
+    def __init__(self, store: Store, catalogue: Catalogue) -> None:
+        self._store = store
+        self._catalogue = catalogue
+
+    @property
+    def store(self) -> Store:
+        return self._store
+
+    def manifest(self, version: Version) -> Manifest:
+        return read_manifest(self._store, Digest(version.digest))
+
+    def pull(
+        self,
+        version: Version,
+        manifest: Manifest,
+        files: Sequence[FileEntry],
+        folder: Path,
+        progress: Progress | None,
+    ) -> None:
+        read_folder(Reader(self._store, self._catalogue), manifest, folder, files, progress)
+
+    def push(self, outgoing: Outgoing, progress: Progress | None) -> Pushed:
+        publication, delta = outgoing.publication, outgoing.delta
+        contents = outgoing.gathered.contents
+        if delta != "off" and publication.parent is not None:
+            base = self.manifest(self._catalogue.resolve(Ref.parse(publication.parent)))
+            contents = [
+                Content(content.split, content.sources, bases_of(content.split, base))
+                for content in contents
+            ]
+        options = WriteOptions(
+            replication=publication.replication,
+            policy=publication.policy,
+            min_replicas=min(2, publication.replication or 2) if self._store.replicates else 1,
+            compress=outgoing.codec == "auto",
+            delta=delta,
+        )
+        reader = Reader(self._store, self._catalogue)
+        with kept_alive(self._catalogue.open_upload(outgoing.model, publication)) as upload:
+            writer = Writer(self._store, upload, options, progress, reader)
+            blocks = writer.write(contents)
+            manifest = manifest_of([content.split for content in contents], blocks)
+            version = publish(
+                self._store,
+                upload,
+                manifest,
+                publication,
+                secrets.token_hex(16),
+                min_replicas=options.min_replicas,
+            )
+        report = writer.report
+        return Pushed(
+            **version.model_dump(),
+            new_bytes=report.new_bytes,
+            stored_bytes=report.stored_bytes,
+            packs_written=report.packs_written,
+        )
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class ViaDataNodes(ViaStore):
+    """Bytes come straight from DataNodes, and all else is the service's word: for readers.
+
+    They need no NameNode, and no Kerberos.
+    """
+
+    def __init__(self, store: Store, catalogue: HttpCatalogue) -> None:
+        """`store`: one that asks the service where packs lie."""
+        super().__init__(store, catalogue)
+        self._service = catalogue
+
+    def manifest(self, version: Version) -> Manifest:
+        return self._service.manifest(Ref.parse(version.ref))
+
+
+class ViaService(Via):
+    """Bytes go through the service, file by file, for hosts that do not reach the store."""
+
+    def __init__(self, catalogue: HttpCatalogue, why: YardError) -> None:
+        """`why`: what those are told who need the store itself."""
+        self._catalogue = catalogue
+        self._why = why
+
+    @property
+    def store(self) -> Store:
+        raise type(self._why)(*self._why.args)
+
+    def manifest(self, version: Version) -> Manifest:
+        return self._catalogue.manifest(Ref.parse(version.ref))
+
+    def pull(
+        self,
+        version: Version,
+        manifest: Manifest,
+        files: Sequence[FileEntry],
+        folder: Path,
+        progress: Progress | None,
+    ) -> None:
+        ref = Ref.parse(version.ref)
+        told = progress or (lambda done_bytes: None)
+        for file in files:
+            target = folder.joinpath(*file.name.parts)
+            with appearing(target) as partial:
+                with translated(target), partial.open("wb") as out:
+                    self._catalogue.fetch_file(ref, file.name, out, told)
+                require_content(manifest, file, FileSource(partial))
+
+    def push(self, outgoing: Outgoing, progress: Progress | None) -> Pushed:
+        contents, publication = outgoing.gathered.contents, outgoing.publication
+        if outgoing.delta != "off" or outgoing.codec != "auto":
+            raise Unsupported(f"--delta and --codec need the store itself: {self._why}")
+        if not all(content.split.files for content in contents):
+            raise Unsupported(
+                f"a state dict needs the store itself; save it as safetensors and push the file: "
+                f"{self._why}"
+            )
+        with kept_alive(self._catalogue.open_upload(outgoing.model, publication)) as upload:
+            sent = [
+                upload.put_file(content.split.files[0].name, content.sources[0], progress)
+                for content in contents
+            ]
+            version = upload.commit_files(publication, secrets.token_hex(16))
+        return Pushed(
+            **version.model_dump(),
+            new_bytes=sum(file.new_bytes for file in sent),
+            stored_bytes=sum(file.stored_bytes for file in sent),
+            packs_written=sum(file.packs_written for file in sent),
+        )
+
+    def close(self) -> None:
+        pass  # the catalogue is the yard's
+
+
+class ViaEither(Via):
+    """The best way that works from here, found out on first use.
+
+    For reading: from DataNodes where the service says; from the store by its NameNode; through the
+    service. Who may read the store may not always write it, so pushing is found out by itself.
+    """
+
+    def __init__(self, catalogue: HttpCatalogue, about: About, settings: Settings) -> None:
+        self._catalogue = catalogue
+        self._about = about
+        self._settings = settings
+        self._locator = catalogue.locator(settings)
+        self._lock = threading.Lock()
+        self._reading: Via | None = None
+        self._writing: Via | None = None
+
+    @property
+    def store(self) -> Store:
+        return self._for_reading().store
+
+    def expect(self, version: Version) -> None:
+        self._locator.expect(version)
+
+    def manifest(self, version: Version) -> Manifest:
+        return self._for_reading().manifest(version)
+
+    def pull(
+        self,
+        version: Version,
+        manifest: Manifest,
+        files: Sequence[FileEntry],
+        folder: Path,
+        progress: Progress | None,
+    ) -> None:
+        self._for_reading().pull(version, manifest, files, folder, progress)
+
+    def push(self, outgoing: Outgoing, progress: Progress | None) -> Pushed:
+        return self._for_writing().push(outgoing, progress)
+
+    def close(self) -> None:
+        for way in (self._reading, self._writing):
+            if way is not None:
+                way.close()
+
+    def _for_reading(self) -> Via:
+        with self._lock:
+            if self._reading is None:
+                self._reading = self._from_datanodes() or self._to_store(_require_reading)
+            return self._reading
+
+    def _for_writing(self) -> Via:
+        reading = self._for_reading()
+        with self._lock:
+            if self._writing is None:
+                by_service = isinstance(reading, ViaService)
+                self._writing = reading if by_service else self._to_store(_require_writing)
+            return self._writing
+
+    def _from_datanodes(self) -> ViaDataNodes | None:
+        """If a DataNode gives this host what the service says it has; else None."""
+        if not self._about.store.startswith(("hdfs://", "viewfs://")):
+            return None
+        from weightyard.storage.hdfs.store import HdfsStore  # its clients are slow to import
+
+        locator, url = self._locator, self._about.store
+        try:
+            with HdfsStore(
+                url, self._hurried, read_paths=(ReadPath.DIRECT,), locator=locator
+            ) as store:
+                _require_reading(store, self._about)
+        except YardError as why:
+            _log.info("bytes.not_by_locations", store=url, reason=why)
+            return None
+        return ViaDataNodes(open_store(url, self._settings, locator=locator), self._catalogue)
+
+    def _to_store(self, require: Callable[[Store, About], None]) -> Via:
+        """Straight to the store, or if that fails a short try through the service, saying so."""
+        url = self._about.store
+        try:
+            with open_store(url, self._hurried, patient=False) as store:
+                require(store, self._about)
+        except YardError as why:
+            _log.warning("bytes.through_service", store=url, reason=why)
+            return ViaService(
+                self._catalogue, StoreUnavailable(f"{url} cannot be used from here ({why})")
+            )
+        return ViaStore(open_store(url, self._settings), self._catalogue)
+
+    @property
+    def _hurried(self) -> Settings:
+        deadline_s = min(self._settings.deadline_s, _PROBE_S)
+        return self._settings.model_copy(update={"deadline_s": deadline_s})
+
+
+def chosen_via(catalogue: HttpCatalogue, about: About, settings: Settings) -> Via:
+    """The way WEIGHTYARD_VIA says, for a yard behind a service."""
+    match settings.via:
+        case "store":
+            return ViaStore(open_store(about.store, settings), catalogue)
+        case "service":
+            why = Unsupported("WEIGHTYARD_VIA=service keeps this host from the store: unset it")
+            return ViaService(catalogue, why)
+        case "auto":
+            return ViaEither(catalogue, about, settings)
+
+
+class _YardFile(msgspec.Struct):
+    yard_id: str
+
+
+def _require_reading(store: Store, about: About) -> None:
+    """See that bytes come from the store, and that it is the one the service has.
+
+    A folder's path, or a cluster's name, may mean another one on this host.
+    """
+    content = read_whole(store, layout.YARD, _MAX_YARD_FILE_BYTES)
+    try:
+        found = msgspec.json.decode(content, type=_YardFile).yard_id
+    except msgspec.DecodeError as why:
+        raise ForeignStore(f"{store.url}/{layout.YARD} is not a yard's: {why}") from None
+    if found != about.yard_id:
+        raise ForeignStore(f"{store.url} is yard {found} here, {about.yard_id} for the service")
+
+
+def _require_writing(store: Store, about: About) -> None:
+    """See that a file can be made in the store; it is taken away again."""
+    upload = UploadId.new()
+    with store.stage(layout.staging(upload, "probe")) as stage:
+        stage.write(b"?")
+        staged = stage.close()
+    store.delete(staged.path)
+    store.delete(layout.staging_folder(upload))
