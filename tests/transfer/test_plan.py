@@ -118,3 +118,110 @@ def test_bytes_a_block_does_not_have_are_refused() -> None:
     (block,) = placed(1)
     with pytest.raises(Refused, match=str(RAW_BYTES)):
         plan([want(block, RAW_BYTES - 1, 2)], [block])
+
+
+def encoded(count: int, raw_bytes: int = RAW_BYTES) -> list[Placement]:
+    """Neighbouring blocks that need decoding."""
+    builder = PackBuilder(PACK)
+    return [builder.add(encode(bytes([i]) * raw_bytes).encoding) for i in range(count)]
+
+
+def delta_of(placement: Placement) -> Placement:
+    """The same block on a base, in another pack."""
+    one = placement.encoding
+    on_base = Encoding(
+        one.block, one.raw_bytes, Codec.RAW, BlockId("ab" * 32), one.fold, one.segments
+    )
+    return Placement(PackId("03" * 16), placement.offset, on_base)
+
+
+def test_raw_blocks_need_no_memory_and_others_as_much_as_they_store() -> None:
+    raw, others = placed(2), encoded(2)
+    (in_place,) = plan([want(block) for block in raw], raw)
+    assert in_place.host_bytes == in_place.scratch_bytes == 0
+    (run,) = plan([want(block) for block in others], others)
+    assert run.length <= run.host_bytes < run.length + 1024
+
+
+def test_what_goes_to_several_places_needs_memory_for_its_raw_bytes() -> None:
+    (block,) = placed(1)
+    (run,) = plan([want(block, 0, CHUNK_BYTES + 1)], [block])
+    assert run.host_bytes == 2 * CHUNK_BYTES + 2 * CHUNK_BYTES
+
+
+def test_a_delta_needs_memory_for_its_base_as_well() -> None:
+    delta = delta_of(placed(1)[0])
+    (run,) = plan([want(delta)], [delta])
+    assert 3 * RAW_BYTES <= run.host_bytes < 3 * RAW_BYTES + 8192
+
+
+@pytest.mark.parametrize("is_delta", [False, True])
+def test_no_run_needs_more_memory_than_it_may(is_delta: bool) -> None:
+    blocks = [delta_of(block) for block in placed(5)] if is_delta else encoded(5)
+    wanted = [want(block) for block in blocks] + [want(blocks[0], 7, RAW_BYTES - 9)]
+    by_block = {block.encoding.block: [block] for block in blocks}
+    runs = plan_reads(wanted, by_block, host_bytes=5 * MIB)
+    assert max(run.host_bytes for run in runs) <= 5 * MIB
+    got = sorted(
+        (part.block.hex, part.offset, part.end)
+        for run in runs
+        for read in run.reads
+        for part in read.wanted
+    )
+    for block in blocks:
+        covered = {
+            byte
+            for name, begin, end in got
+            if name == block.encoding.block.hex
+            for byte in range(begin, end, 4096)
+        }
+        assert covered >= set(range(0, RAW_BYTES, CHUNK_BYTES))
+
+
+def test_what_is_cut_for_memory_fills_the_same_buffer() -> None:
+    (block,) = encoded(1)
+    into = memoryview(bytearray(RAW_BYTES))
+    wanted = [Wanted(block.encoding.block, 0, into)]
+    runs = plan_reads(wanted, {block.encoding.block: [block]}, host_bytes=5 * MIB)
+    for run in runs:
+        for read in run.reads:
+            for part in read.wanted:
+                part.into[:] = bytes([part.offset // CHUNK_BYTES + 1]) * part.into.nbytes
+    assert [into[at] for at in range(0, RAW_BYTES, CHUNK_BYTES)] == [1, 1, 3, 3]
+
+
+def test_a_pack_to_avoid_is_used_only_for_what_lies_nowhere_else() -> None:
+    (block,) = placed(1)
+    (elsewhere,) = placed(1, PackId("02" * 16))
+    by_block = {block.encoding.block: [block, elsewhere]}
+    (run,) = plan_reads([want(block)], by_block, avoid={PACK})
+    assert run.pack == elsewhere.pack
+    (run,) = plan_reads([want(block)], {block.encoding.block: [block]}, avoid={PACK})
+    assert run.pack == PACK
+
+
+def test_stored_bytes_are_laid_out_by_place_and_gaps_go_with_what_is_decoded() -> None:
+    builder = PackBuilder(PACK)
+    blocks = [
+        builder.add(encode(bytes(RAW_BYTES)).encoding),
+        builder.add(encode(bytes([1]) * RAW_BYTES).encoding),
+        builder.add(encode(bytes([2]) * RAW_BYTES, hint=Codec.RAW).encoding),
+        builder.add(encode(bytes([3]) * RAW_BYTES).encoding),
+    ]
+    wanted = [want(block) for block in blocks]
+    (run,) = plan(wanted, blocks)
+    scratch = memoryview(bytearray(run.scratch_bytes))
+    reads, stored = run.lay_out(scratch)
+    assert [read.offset for read in reads] == [blocks[at].offset for at in (0, 2, 3)]
+    assert reads[1].into is wanted[2].into
+    assert stored[2] is wanted[2].into
+    for read, at in ((0, 0), (1, 0), (3, 2)):
+        source = reads[at]
+        source.into[:] = bytes(source.into.nbytes)
+        source.into[blocks[read].offset - source.offset] = 77
+        assert stored[read][0] == 77
+        assert stored[read].nbytes == blocks[read].encoding.stored_bytes
+    apart = memoryview(bytearray(run.length))
+    ((whole,), stored) = run.lay_out_apart(apart)
+    assert (whole.offset, whole.into.nbytes) == (run.start, run.length)
+    assert [one.nbytes for one in stored] == [block.encoding.stored_bytes for block in blocks]

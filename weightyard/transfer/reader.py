@@ -2,61 +2,46 @@
 
 from __future__ import annotations
 
-import os
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from typing import TypeAlias
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-import numpy as np
-
-from weightyard import codec
-from weightyard.errors import BlockCorrupt, Retryable, StaleLocation, YardError
+from weightyard.errors import BadSetting
+from weightyard.format.block import MIB
 from weightyard.format.pack import TAIL_BYTES, Placement, read_footer, read_trailer
 from weightyard.logs import Log
 from weightyard.names import BlockId, PackId
+from weightyard.settings import Settings
 from weightyard.storage import layout
-from weightyard.storage.store import Location, Read, ReadPath, Replica, Served, Span, Store
+from weightyard.storage.cancel import Cancel, ended_by
+from weightyard.storage.deadline import Deadline
+from weightyard.storage.limit import AdaptiveLimit
+from weightyard.storage.store import Read, Store
 from weightyard.transfer.catalogue import Placements
-from weightyard.transfer.plan import BlockRead, Run, Wanted, plan_reads
-from weightyard.transfer.together import run_together
+from weightyard.transfer.fetching import Choose, Fetcher
+from weightyard.transfer.learned import LEAST_FETCHES, Learned, learned_of
+from weightyard.transfer.memory import HostMemory, SpareMemory
+from weightyard.transfer.pipeline import Lost, Pipeline
+from weightyard.transfer.plan import HOST_BYTES, LEAST_HOST_BYTES, Wanted, plan_reads, standalone
+from weightyard.transfer.report import OnEvent, ReadEvent, ReadEventKind, ReadReport
+
+__all__ = ["Choose", "ReadReport", "Reader", "read_pack_index"]
 
 _log = Log(__name__)
 
-Choose: TypeAlias = Callable[[Span], Sequence[Replica]]
-"""The replicas of a span in the order in which to ask them."""
-
-
-@dataclass(slots=True)
-class ReadReport:
-    """What reading did."""
-
-    raw_bytes: int = 0
-    stored_bytes: int = 0
-    requests: int = 0
-    by_path: Counter[ReadPath] = field(default_factory=Counter)
-    """Stored bytes by the way they came."""
-    by_datanode: Counter[str] = field(default_factory=Counter)
-    failed: list[str] = field(default_factory=list)
-    """What went wrong on the way and was got from elsewhere."""
-
-    def __iadd__(self, other: ReadReport) -> ReadReport:
-        self.raw_bytes += other.raw_bytes
-        self.stored_bytes += other.stored_bytes
-        self.requests += other.requests
-        self.by_path += other.by_path
-        self.by_datanode += other.by_datanode
-        self.failed += other.failed
-        return self
+MAX_HOST_BYTES = 256 * MIB
+_LEAST_MAX_HOST_BYTES = 8 * MIB
+_RUN_SHARE = 4
+"""A run may use this part of the budget, so that several are under way."""
 
 
 class Reader:
     """Reads blocks of one store, in parallel. Thread-safe.
 
-    A replica that fails, or whose bytes fail their checksums, is passed over for the next one;
-    only when none is left does the read fail, with what the last one said.
+    The nearest replica is asked, of equally near ones the least busy. One that fails, or whose
+    bytes fail their checksums, is passed over for the next one; one that is slow is raced against
+    the next one. Only when none is left does the read fail, with what the last one said. A pack
+    that is gone is looked up once more: it may have been rewritten meanwhile.
     """
 
     def __init__(
@@ -65,177 +50,139 @@ class Reader:
         catalogue: Placements,
         *,
         threads: int | None = None,
-        choose: Choose = lambda span: span.replicas,
+        choose: Choose | None = None,
         timeout_s: float = 30.0,
+        max_host_bytes: int = MAX_HOST_BYTES,
+        on_event: OnEvent | None = None,
+        settings: Settings | None = None,
+        learned: Learned | None = None,
     ) -> None:
+        """`threads`: the most fetches at once; by default 2 to 64, as the network rewards.
+
+        `choose` orders replicas instead of distance and estimates. `timeout_s` is for each request.
+        `max_host_bytes` bounds the memory used besides the destination, by each read; what one had
+        is kept for the next. `on_event` is called in
+        the thread that reads. `learned`: what to know of the cluster, instead of what this process
+        has learned so far. Raises BadSetting.
+        """
+        if max_host_bytes < _LEAST_MAX_HOST_BYTES:
+            raise BadSetting(
+                f"max_host_bytes is {max_host_bytes}: reading needs {_LEAST_MAX_HOST_BYTES}"
+            )
         self._store = store
         self._catalogue = catalogue
-        self._threads = threads or max(4, 2 * (os.cpu_count() or 2))
+        self._learned = learned or learned_of(store)
+        self._limit = self._learned.limit
+        if threads is not None:
+            self._limit = AdaptiveLimit(
+                first=threads, lowest=min(threads, LEAST_FETCHES), highest=threads
+            )
         self._choose = choose
         self._timeout_s = timeout_s
+        self._max_host_bytes = max_host_bytes
+        self._spare = SpareMemory()
+        self._on_event = on_event
+        self._rack = (settings or Settings()).location
 
     def read(
-        self, wanted: Iterable[Wanted], progress: Callable[[int], None] | None = None
+        self,
+        wanted: Iterable[Wanted],
+        progress: Callable[[int], None] | None = None,
+        *,
+        timeout_s: float | None = None,
+        cancel: Cancel | None = None,
     ) -> ReadReport:
         """Fill every buffer. Raises FileMissing, BlockCorrupt, StoreUnavailable.
 
-        `progress` is told of raw bytes done. After an error the buffers' content is undefined.
+        `progress` is told of raw bytes done, in this thread. `timeout_s` bounds the whole read
+        (DeadlineExceeded), `cancel` ends it from another thread (Cancelled). After an error the
+        buffers' content is undefined; no thread writes to them any more, and none is left.
         """
-        wanted = list(wanted)
-        placements = dict(self._catalogue.placements(list({want.block for want in wanted})))
-        runs = plan_reads(wanted, placements)
-        bases = {read.encoding.base for run in runs for read in run.reads}
-        placements |= self._catalogue.placements([base for base in bases if base is not None])
-        fetching = _Fetching(self._store, placements, self._choose, self._timeout_s)
-        fetch = partial(_fetch, fetching, progress) if progress else fetching.fetch
-        # Packs are located ahead of their reads, so that no read waits for the NameNode.
-        packs = dict.fromkeys(run.pack for run in runs)
-        run_together(
-            self._threads,
-            "weightyard-read",
-            [
-                *(partial(fetching.locate, pack) for pack in packs),
-                *(partial(fetch, run) for run in runs),
-            ],
+        began = time.monotonic()
+        stop = Cancel()
+        call = _Call(ReadReport(), stop, Deadline.after(timeout_s, stop), progress)
+        with ended_by(cancel, stop.cancel, "reading"):
+            lost = self._carry_out(call, list(wanted))
+            if lost:
+                packs = self._note_lost(call, lost)
+                again = [want for run, _ in lost for read in run.reads for want in read.wanted]
+                lost = self._carry_out(call, again, avoid=packs)
+            if lost:
+                raise lost[0][1]
+        call.report.wall_s = time.monotonic() - began
+        return call.report
+
+    def _carry_out(
+        self, call: _Call, wanted: Sequence[Wanted], avoid: frozenset[PackId] = frozenset()
+    ) -> list[Lost]:
+        """Look up, plan and read; returns what was not where the catalogue said."""
+        began = time.monotonic()
+        placements = self._look_up(want.block for want in wanted)
+        share = max(LEAST_HOST_BYTES, self._max_host_bytes // _RUN_SHARE)
+        runs = plan_reads(wanted, placements, host_bytes=min(HOST_BYTES, share), avoid=avoid)
+        bases = self._look_up(
+            read.encoding.base
+            for run in runs
+            for read in run.reads
+            if read.encoding.base is not None
         )
-        fetching.report.raw_bytes = sum(want.into.nbytes for want in wanted)
-        return fetching.report
+        base_packs = dict.fromkeys(
+            placement.pack for found in bases.values() for placement in standalone(found)
+        )
+        call.report.plan_s += time.monotonic() - began
+        if not runs:
+            return []
+        pipeline = Pipeline(
+            self._store,
+            self._learned,
+            self._limit,
+            stop=call.stop,
+            deadline=call.deadline,
+            memory=HostMemory(self._max_host_bytes, self._spare),
+            report=call.report,
+            progress=call.progress,
+            on_event=self._on_event,
+        )
+        fetcher = Fetcher(
+            self._store,
+            bases,
+            self._learned,
+            self._limit,
+            decoders=pipeline.decoders,
+            stop=call.stop,
+            say=pipeline.say,
+            rack=self._rack,
+            choose=self._choose,
+            timeout_s=self._timeout_s,
+        )
+        lost = pipeline.run(fetcher, runs, base_packs)
+        call.report.raw_bytes += sum(run.raw_bytes for run in runs)
+        call.report.raw_bytes -= sum(run.raw_bytes for run, _ in lost)
+        return lost
+
+    def _look_up(self, blocks: Iterable[BlockId]) -> dict[BlockId, Sequence[Placement]]:
+        asked = list(dict.fromkeys(blocks))
+        return dict(self._catalogue.placements(asked)) if asked else {}
+
+    def _note_lost(self, call: _Call, lost: Sequence[Lost]) -> frozenset[PackId]:
+        """Tell of packs that are gone or damaged; returns them."""
+        packs = {run.pack: why for run, why in lost}
+        call.report.looked_up_again += len(packs)
+        for pack, why in packs.items():
+            _log.warning("read.looked_up_again", pack=pack, reason=why)
+            if self._on_event is not None:
+                self._on_event(ReadEvent(ReadEventKind.LOOKED_UP_AGAIN, pack.hex, reason=str(why)))
+        return frozenset(packs)
 
 
-def _fetch(fetching: _Fetching, progress: Callable[[int], None], run: Run) -> None:
-    fetching.fetch(run)
-    progress(sum(want.into.nbytes for read in run.reads for want in read.wanted))
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call of read."""
 
-
-class _Fetching:
-    """One call of read: fetches its runs, from any number of threads."""
-
-    def __init__(
-        self,
-        store: Store,
-        placements: Mapping[BlockId, Sequence[Placement]],
-        choose: Choose,
-        timeout_s: float,
-    ) -> None:
-        self.report = ReadReport()
-        self._store = store
-        self._placements = placements
-        self._choose = choose
-        self._timeout_s = timeout_s
-        self._scratch = _Scratch()
-        self._lock = threading.Lock()
-        self._locations: dict[PackId, Location] = {}
-
-    def locate(self, pack: PackId) -> Location:
-        """Where a pack lies, asked for once."""
-        if (known := self._locations.get(pack)) is None:
-            known = self._locations[pack] = self._store.locate(layout.pack(pack))
-        return known
-
-    def fetch(self, run: Run) -> None:
-        """Fill the buffers of one run, from whichever replica has its bytes right."""
-        bases = [self._base(read) for read in run.reads]
-        location = self.locate(run.pack)
-        failures: list[YardError] = []
-        for replica in (*self._replicas(location, run), None):
-            try:
-                reads, stored = self._lay_out(run)
-                served = self._store.read(
-                    location, reads, replica=replica, timeout_s=self._timeout_s
-                )
-                for read, data, base in zip(run.reads, stored, bases, strict=True):
-                    self._decode(read, data, base)
-            except StaleLocation as why:
-                failures.append(why)
-                location = self._store.locate(location.path)
-            except (Retryable, BlockCorrupt) as why:
-                failures.append(why)
-                datanode = replica.datanode if replica is not None else "any"
-                _log.warning("pack.replica_failed", pack=run.pack, datanode=datanode, reason=why)
-            else:
-                self._count(run, served, failures)
-                return
-        raise failures[-1]
-
-    def _replicas(self, location: Location, run: Run) -> Sequence[Replica]:
-        """Those that hold all of a run, in the order chosen; a pack normally has one span."""
-        for span in location.spans:
-            if span.offset <= run.start and run.start + run.length <= span.offset + span.length:
-                return self._choose(span)
-        return ()
-
-    def _lay_out(self, run: Run) -> tuple[list[Read], list[memoryview]]:
-        """Buffers for a run: raw blocks go straight to their place, the rest into scratch."""
-        reads: list[Read] = []
-        stored: list[memoryview] = []
-        scratch = self._scratch.stored(run.length)
-        at = run.start
-        for read in run.reads:
-            if read.start > at:  # a gap, or the padding of a block received in place
-                reads.append(Read(at, scratch[at - run.start : read.start - run.start]))
-            if (into := read.in_place) is None:
-                begin = read.start - run.start
-                into = scratch[begin : begin + read.stored_bytes]
-            reads.append(Read(read.start, into))
-            stored.append(into)
-            at = read.start + into.nbytes
-        return reads, stored
-
-    def _decode(self, read: BlockRead, stored: memoryview, base: memoryview | None) -> None:
-        chunks = {"first_chunk": read.first_chunk, "last_chunk": read.last_chunk}
-        if read.in_place is not None:
-            codec.verify(read.encoding, stored, **chunks)
-        elif (whole := read.whole) is not None:
-            codec.decode(read.encoding, stored, whole, base=base, **chunks)
-        else:
-            out = self._scratch.raw(read.raw_bytes)
-            codec.decode(read.encoding, stored, out, base=base, **chunks)
-            for want in read.wanted:
-                begin = want.offset - read.raw_start
-                want.into[:] = out[begin : begin + want.into.nbytes]
-
-    def _base(self, read: BlockRead) -> memoryview | None:
-        """The same chunks of a delta's base, which always has a standalone placement."""
-        base = read.encoding.base
-        if base is None:
-            return None
-        standalone = [
-            placement
-            for placement in self._placements.get(base, ())
-            if placement.encoding.base is None
-        ]
-        out = np.empty(read.raw_bytes, np.uint8).data
-        for run in plan_reads([Wanted(base, read.raw_start, out)], {base: standalone}):
-            self.fetch(run)
-        return out
-
-    def _count(self, run: Run, served: Served, failures: Sequence[YardError]) -> None:
-        with self._lock:
-            report = self.report
-            report.requests += 1
-            report.stored_bytes += run.length
-            report.by_path[served.path] += run.length
-            if served.replica is not None:
-                report.by_datanode[served.replica.datanode] += run.length
-            report.failed += map(str, failures)
-
-
-class _Scratch(threading.local):
-    """Memory of one thread, used again for every run: touching fresh pages costs a copy."""
-
-    def __init__(self) -> None:
-        self._stored = np.empty(0, np.uint8)
-        self._raw = np.empty(0, np.uint8)
-
-    def stored(self, length: int) -> memoryview:
-        if self._stored.size < length:
-            self._stored = np.empty(length, np.uint8)
-        return self._stored.data[:length]
-
-    def raw(self, length: int) -> memoryview:
-        if self._raw.size < length:
-            self._raw = np.empty(length, np.uint8)
-        return self._raw.data[:length]
+    report: ReadReport
+    stop: Cancel
+    deadline: Deadline
+    progress: Callable[[int], None] | None
 
 
 def read_pack_index(store: Store, pack: PackId) -> tuple[Placement, ...]:

@@ -1,0 +1,318 @@
+"""Reading from a real HDFS whose DataNodes stop, die and come back."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from strategies import content
+
+from weightyard.errors import Cancelled, DeadlineExceeded, YardError
+from weightyard.format.block import MIB
+from weightyard.format.dtypes import DType
+from weightyard.format.splitting import StateTensor, split_state
+from weightyard.names import BlockId
+from weightyard.settings import Settings
+from weightyard.storage import layout
+from weightyard.storage.cancel import Cancel
+from weightyard.storage.opening import open_store
+from weightyard.storage.store import Read, ReadPath, Store
+from weightyard.testing.cluster import Daemon, MiniCluster
+from weightyard.transfer.catalogue import MemoryCatalogue
+from weightyard.transfer.hedging import ENOUGH_SAMPLES, HedgeBudget
+from weightyard.transfer.learned import Learned
+from weightyard.transfer.plan import Wanted
+from weightyard.transfer.reader import Reader
+from weightyard.transfer.replicas import Distance
+from weightyard.transfer.report import ReadEvent, ReadEventKind, ReadReport
+from weightyard.transfer.source import MemorySource
+from weightyard.transfer.writer import Content, WriteOptions, Writer
+
+pytestmark = pytest.mark.cluster
+
+BLOCK_BYTES = 4 * MIB
+BLOCKS = 24
+ADDED_S = 3.0
+"""What the death of a replica may cost a read."""
+
+
+class Kept:
+    """Blocks on all three DataNodes, half of them raw, half encoded."""
+
+    def __init__(self, cluster: MiniCluster) -> None:
+        self.cluster = cluster
+        self.url = cluster.fresh_dir()
+        self.store = self.opened()
+        self.store.init()
+        self.catalogue = MemoryCatalogue()
+        data = [content(BLOCK_BYTES, ("noise", "weights")[i % 2], i) for i in range(BLOCKS)]
+        tensors = [StateTensor(f"t{i:02}", DType.BF16, (BLOCK_BYTES // 2,)) for i in range(BLOCKS)]
+        options = WriteOptions(replication=3, min_replicas=3, pack_bytes=4 * BLOCK_BYTES)
+        writer = Writer(self.store, self.catalogue.upload(), options)
+        sources = [MemorySource(one) for one in data]
+        (ids,) = writer.write([Content(split_state(tensors, BLOCK_BYTES), sources)])
+        self.blocks: dict[BlockId, bytes] = dict(zip(ids, data, strict=True))
+
+    def opened(self) -> Store:
+        return open_store(self.url, Settings(hadoop_conf_dir=self.cluster.conf_dir))
+
+    def wanted(self) -> tuple[dict[BlockId, bytearray], list[Wanted]]:
+        """Buffers, and for them a read of each block by itself, so that there are many."""
+        out = {block: bytearray(BLOCK_BYTES) for block in self.blocks}
+        half = BLOCK_BYTES // 2
+        return out, [
+            Wanted(block, at, memoryview(into)[at : at + half])
+            for block, into in out.items()
+            for at in (0, half)
+        ]
+
+    def near(self, rack: str) -> Settings:
+        return Settings(hadoop_conf_dir=self.cluster.conf_dir, location=rack)
+
+    def datanode(self, rack: str) -> Daemon:
+        """The only DataNode of a rack."""
+        racks = self.cluster.plan.datanodes
+        (found,) = [
+            daemon
+            for daemon, plan in zip(self.cluster.datanodes, racks, strict=True)
+            if plan.rack == rack
+        ]
+        return found
+
+
+@pytest.fixture(scope="module")
+def kept(cluster: MiniCluster) -> Iterator[Kept]:
+    kept = Kept(cluster)
+    yield kept
+    kept.store.close()
+
+
+class Reading:
+    """Reads from one place, and what came of the last one."""
+
+    def __init__(self, kept: Kept, rack: str, learned: Learned, threads: int | None = None) -> None:
+        self.events: list[ReadEvent] = []
+        self.learned = learned
+        self.took_s = 0.0
+        self._kept = kept
+        self._reader = Reader(
+            kept.store,
+            kept.catalogue,
+            settings=kept.near(rack),
+            on_event=self.events.append,
+            threads=threads,
+            learned=learned,
+        )
+
+    def read(self, progress: Callable[[int], None] | None = None) -> ReadReport:
+        out, wanted = self._kept.wanted()
+        self.events.clear()
+        began = time.monotonic()
+        report = self._reader.read(wanted, progress)
+        self.took_s = time.monotonic() - began
+        assert out == self._kept.blocks
+        return report
+
+    def kinds(self) -> set[ReadEventKind]:
+        return {event.kind for event in self.events}
+
+
+def unhedged() -> Learned:
+    return Learned(hedges=HedgeBudget(share=0, burst=0))
+
+
+@contextmanager
+def paused(daemon: Daemon) -> Iterator[None]:
+    daemon.pause()
+    try:
+        yield
+    finally:
+        daemon.resume()
+
+
+def test_reads_go_to_the_readers_own_rack(kept: Kept) -> None:
+    report = Reading(kept, "/rack-b", unhedged()).read()
+    assert report.by_path == {ReadPath.DIRECT: report.stored_bytes}
+    assert report.by_datanode == {kept.datanode("/rack-b").plan.address: report.stored_bytes}
+    assert report.by_distance == {Distance.SAME_RACK: report.stored_bytes}
+
+
+def test_reads_spread_over_equally_near_replicas(kept: Kept) -> None:
+    reading = Reading(kept, "/rack-a", unhedged())
+    report = reading.read()
+    far = kept.datanode("/rack-b").plan.address
+    near = {one.plan.address for one in kept.cluster.datanodes} - {far}
+    assert set(report.by_datanode) == near
+    assert report.by_distance == {Distance.SAME_RACK: report.stored_bytes}
+
+
+def test_without_a_place_all_replicas_are_equally_near(kept: Kept) -> None:
+    reader = Reader(kept.store, kept.catalogue, learned=unhedged())
+    report = reader.read(kept.wanted()[1])
+    assert len(report.by_datanode) == 3
+    assert report.by_distance == {Distance.UNKNOWN: report.stored_bytes}
+
+
+def test_reads_leave_a_stopped_datanode_and_come_back_to_it(kept: Kept) -> None:
+    near = kept.datanode("/rack-b")
+    reading = Reading(kept, "/rack-b", unhedged())
+    reading.read()
+    usual_s = reading.took_s
+    with paused(near):
+        report = reading.read()
+        assert reading.took_s < usual_s * 2 + ADDED_S
+        assert near.plan.address not in report.by_datanode
+        assert report.failed_over >= 1
+        assert any(near.plan.address in failure for failure in report.failed)
+        assert ReadEventKind.REPLICA_FAILED in reading.kinds()
+        left_alone = reading.read()
+        assert left_alone.failed_over <= 1, "at most one read tries it"
+    kept.cluster.wait_until_live(near)
+    deadline = time.monotonic() + 30
+    back: list[ReadEvent] = []
+    while near.plan.address not in reading.read().by_datanode:
+        back += reading.events
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    back += reading.events
+    recovered = [event for event in back if event.kind is ReadEventKind.RECOVERED]
+    assert [event.datanode for event in recovered] == [near.plan.address]
+
+
+@pytest.mark.parametrize("end", ["killed", "stopped"])
+def test_a_datanode_that_ends_in_the_middle_costs_little_and_no_byte(kept: Kept, end: str) -> None:
+    near = kept.datanode("/rack-b")
+    reading = Reading(kept, "/rack-b", Learned(), threads=2)
+    reading.read()
+    usual_s = reading.took_s
+    is_gone = False
+
+    def strike(done_bytes: int) -> None:
+        nonlocal is_gone
+        if not is_gone:
+            is_gone = True
+            near.kill() if end == "killed" else near.pause()
+
+    try:
+        report = reading.read(strike)
+        took_s = reading.took_s
+    finally:
+        if end == "killed":
+            kept.cluster.restart(near)
+        else:
+            near.resume()
+            kept.cluster.wait_until_live(near)
+    assert took_s < usual_s * 2 + ADDED_S
+    assert report.by_distance[Distance.OTHER_RACK] > 0
+    assert report.failed_over + report.hedges_won >= 1
+
+
+def test_a_slow_read_is_hedged_and_the_quicker_replica_wins(kept: Kept) -> None:
+    near = kept.datanode("/rack-b")
+    learned = Learned(hedges=HedgeBudget(burst=1000))
+    reading = Reading(kept, "/rack-b", learned)
+    reading.read()
+    for exponent in range(10, 30):
+        for _ in range(ENOUGH_SAMPLES):
+            learned.pace.add(1 << exponent, 0.001)
+    with paused(near):
+        report = reading.read()
+    kept.cluster.wait_until_live(near)
+    assert report.hedges_won >= 1
+    assert report.hedged >= report.hedges_won
+    assert report.failed_over == 0, "nobody waited until it counted as failed"
+    assert any(near.plan.address in failure for failure in report.failed), "it says which"
+    assert ReadEventKind.HEDGED in reading.kinds()
+    assert report.by_distance[Distance.OTHER_RACK] == report.stored_bytes
+
+
+def test_a_cancelled_direct_read_returns_at_once_and_writes_no_more(kept: Kept) -> None:
+    near = kept.datanode("/rack-b")
+    location = kept.store.locate(layout.pack(next(iter(kept.catalogue.packs))))
+    (replica,) = [one for one in location.spans[0].replicas if one.rack == "/rack-b"]
+    out = bytearray(location.length)
+    cancel = Cancel()
+    timer = threading.Timer(0.2, cancel.cancel)
+    with paused(near):
+        timer.start()
+        began = time.monotonic()
+        with pytest.raises(Cancelled):
+            kept.store.read(location, [Read(0, memoryview(out))], replica=replica, cancel=cancel)
+        took_s = time.monotonic() - began
+        timer.join()
+    seen = bytes(out)
+    kept.cluster.wait_until_live(near)
+    assert took_s < 1
+    assert bytes(out) == seen
+
+
+def connections_to(ports: set[int]) -> int:
+    """Sockets of this process that are connected to these ports, by the kernel's tables."""
+    own = set()
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            own.add(link.readlink().name)
+        except OSError:
+            continue
+    lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
+    fields = [line.split() for line in lines]
+    return sum(
+        int(field[2].rpartition(":")[2], 16) in ports and f"socket:[{field[9]}]" in own
+        for field in fields
+    )
+
+
+@pytest.mark.parametrize("why", ["time-out", "ctrl-c", "cancel"])
+def test_giving_up_leaves_no_thread_and_no_connection(kept: Kept, why: str) -> None:
+    """All DataNodes stand still, so that every read is under way when it is given up."""
+    ports = {int(one.plan.address.rpartition(":")[2]) for one in kept.cluster.datanodes}
+    raised: type[BaseException] = {
+        "time-out": DeadlineExceeded,
+        "ctrl-c": KeyboardInterrupt,
+        "cancel": Cancelled,
+    }[why]
+    cancel = Cancel()
+    timer = threading.Timer(
+        0.4, cancel.cancel if why == "cancel" else lambda: os.kill(os.getpid(), signal.SIGINT)
+    )
+    with kept.opened() as store:
+        reader = Reader(store, kept.catalogue, learned=Learned())
+        reader.read(kept.wanted()[1])
+        for daemon in kept.cluster.datanodes:
+            daemon.pause()
+        try:
+            began = time.monotonic()
+            if why != "time-out":
+                timer.start()
+            with pytest.raises(raised) as caught:
+                reader.read(
+                    kept.wanted()[1],
+                    timeout_s=0.4 if why == "time-out" else None,
+                    cancel=cancel,
+                )
+            took_s = time.monotonic() - began
+        finally:
+            for daemon in kept.cluster.datanodes:
+                daemon.resume()
+        left = [one.name for one in threading.enumerate() if one.name.startswith(_THREADS)]
+    for daemon in kept.cluster.datanodes:
+        kept.cluster.wait_until_live(daemon)
+    assert took_s < 1.5
+    assert left == []
+    assert connections_to(ports) <= _other_stores_connections(kept)
+    assert why == "ctrl-c" or isinstance(caught.value, YardError)
+
+
+_THREADS = ("weightyard-fetch", "weightyard-decode", "weightyard-locate")
+
+
+def _other_stores_connections(kept: Kept) -> int:
+    """What the module's own store keeps for its next read."""
+    direct = kept.store._store._reading._direct  # type: ignore[attr-defined]
+    return len(direct._idle)

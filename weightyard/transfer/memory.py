@@ -1,0 +1,82 @@
+"""Host memory within a budget, used again and again: touching fresh pages costs a copy."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+from weightyard.format.block import MIB
+
+
+class SpareMemory:
+    """Buffers left over from one read, for the next one. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._buffers: list[np.ndarray] = []
+
+    def take_all(self) -> list[np.ndarray]:
+        with self._lock:
+            taken, self._buffers = self._buffers, []
+        return taken
+
+    def leave(self, buffers: list[np.ndarray]) -> None:
+        """Those of the read that ended last are kept, so there is never more than one's budget."""
+        with self._lock:
+            self._buffers = buffers
+
+
+class HostMemory:
+    """Gives out buffers and takes them back. Used by one thread."""
+
+    def __init__(self, budget_bytes: int, spare: SpareMemory) -> None:
+        self.most_bytes = 0
+        """The most there was at once."""
+        self._budget_bytes = budget_bytes
+        self._used_bytes = 0
+        self._spare = spare
+        self._free = spare.take_all()
+
+    def fits(self, length: int) -> bool:
+        return self._used_bytes + _rounded(length) <= self._budget_bytes
+
+    def take(self, length: int) -> memoryview:
+        """Memory of this length, to be given back. Only what `fits` is asked for."""
+        if not length:
+            return memoryview(b"")
+        size = _rounded(length)
+        fitting = [one for one in self._free if size <= one.size <= 2 * size]
+        fitting = [one for one in fitting if self._used_bytes + one.size <= self._budget_bytes]
+        if fitting:
+            buffer = fitting[-1]  # the one used last, which caches still know
+            self._free = [one for one in self._free if one is not buffer]
+        else:
+            while self._free and self._all_bytes + size > self._budget_bytes:
+                self._free.pop()
+            buffer = np.empty(size, np.uint8)
+        self._used_bytes += buffer.size
+        self.most_bytes = max(self.most_bytes, self._all_bytes)
+        return buffer.data[:length]
+
+    def give(self, memory: memoryview) -> None:
+        """Take back what `take` gave. Whoever had it must not touch it any more."""
+        if not memory:
+            return
+        buffer = memory.obj
+        if isinstance(buffer, np.ndarray):
+            self._used_bytes -= buffer.size
+            self._free.append(buffer)
+
+    def close(self) -> None:
+        """Leave what is free to the next read."""
+        self._spare.leave(self._free)
+        self._free = []
+
+    @property
+    def _all_bytes(self) -> int:
+        return self._used_bytes + sum(one.size for one in self._free)
+
+
+def _rounded(length: int) -> int:
+    return -(-length // MIB) * MIB

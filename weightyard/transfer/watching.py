@@ -1,0 +1,45 @@
+"""Watching a ref: what it means now, and what it means whenever someone looks again."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
+
+from weightyard.errors import Cancelled, YardError
+from weightyard.records import Version
+from weightyard.storage.cancel import Cancel
+
+Sighting: TypeAlias = Version | YardError
+"""The version a ref means, or why that cannot be told: NoSuchThing if it means none."""
+
+
+def polled(resolve: Callable[[], Version], poll_s: float, stop: Cancel) -> Iterator[Sighting]:
+    """Look again and again, until stopped. The same version may come many times."""
+    while not stop.is_cancelled:
+        yield sighted(resolve)
+        pause(jittered(poll_s), stop)
+
+
+def sighted(resolve: Callable[[], Version]) -> Sighting:
+    """What a look gives."""
+    try:
+        return resolve()
+    except YardError as why:
+        return why
+
+
+def jittered(seconds: float) -> float:
+    """About as long, so that many who wait do not come back together."""
+    return seconds * random.uniform(0.8, 1.2)
+
+
+def pause(seconds: float, stop: Cancel) -> None:
+    """Do nothing for so long, or until stopped."""
+    over = threading.Event()
+    try:
+        with stop.ending(over.set, "waiting"):
+            over.wait(seconds)
+    except Cancelled:
+        return
