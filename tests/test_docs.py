@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 ROOT = Path(__file__).parent.parent
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
@@ -21,9 +23,11 @@ def test_python_in_the_docs_runs(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WEIGHTYARD_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WEIGHTYARD_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("WEIGHTYARD_STORE", raising=False)
     (tmp_path / "my-model").mkdir()
     (tmp_path / "my-model" / "config.json").write_text("{}")
+    save_file({"weight": np.zeros((4, 4), "<f4")}, tmp_path / "my-model" / "model.safetensors")
     for block in _blocks(page, "python"):
         exec(compile(block, str(page), "exec"), {"__name__": "docs"})
 

@@ -11,28 +11,35 @@ What is not used is not imported: neither torch nor a database until something n
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-    import torch
-
+    from weightyard.loader.load import Weights
     from weightyard.records import Pushed
     from weightyard.yard import Yard
 
 __all__ = ["Yard", "load", "open", "pull", "push"]
 
 
-def open(url: str | None = None, *, token: str | None = None) -> Yard:
+def open(
+    url: str | None = None,
+    *,
+    token: str | None = None,
+    on_unavailable: Literal["fail", "cached"] | None = None,
+) -> Yard:
     """Open a yard: `http(s)://…` of a service, `hdfs://…`, `viewfs://…`, `file://…` or a folder.
 
     Without a URL: what WEIGHTYARD_URL or WEIGHTYARD_STORE says, else a folder in your home.
+    `on_unavailable="cached"`: if it does not answer, what this node last knew and has is used.
     """
+    from weightyard.settings import Settings
     from weightyard.yard import open_yard
 
-    return open_yard(url, token=token)
+    given = {} if on_unavailable is None else {"on_unavailable": on_unavailable}
+    return open_yard(url, token=token, settings=Settings(**given))
 
 
 def push(source: str | Path | Mapping[str, Any], name: str, **options: Any) -> Pushed:
@@ -47,10 +54,10 @@ def pull(ref: str, folder: str | Path, **options: Any) -> Path:
         return yard.pull(ref, folder, **options)
 
 
-def load(ref: str, **options: Any) -> dict[str, torch.Tensor]:
+def load(ref: str, device: Any = "cpu", **options: Any) -> Weights:
     """`Yard.load` on the default yard."""
     with open() as yard:
-        return yard.load(ref, **options)
+        return yard.load(ref, device, **options)
 
 
 def __getattr__(name: str) -> Any:

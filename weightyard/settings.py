@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +11,16 @@ from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_vali
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from weightyard.errors import BadSetting
+
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,3})?)\s*([KMGTP]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of `200G`, `1.5TiB` or `1000000`; K is 1024. Raises ValueError."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None:
+        raise ValueError(f"{text[:40]!r} is no amount of bytes: write 200G, 1.5T or 1000000")
+    return int(float(found[1]) * 1024 ** " KMGTP".index(found[2].upper() or " "))
 
 
 class Settings(BaseSettings):
@@ -31,11 +42,24 @@ class Settings(BaseSettings):
     token: SecretStr | None = None
     """What this client shows to the service."""
 
+    via: Literal["auto", "store", "service"] = "auto"
+    """Which way bytes go where there is a service: straight to the store, or through it. `auto`
+    tries the store."""
+
     home: Path = Field(default_factory=lambda: Path.home() / ".weightyard")
     """The embedded default's folder."""
 
     cache: Path = Field(default_factory=lambda: Path.home() / ".cache" / "weightyard")
-    """What can be fetched again: Hadoop jars for the test cluster, snapshots."""
+    """What can be fetched again: snapshots, Hadoop jars for the test cluster."""
+
+    cache_max: int | None = Field(default=None, ge=0)
+    """How much disk snapshots may take: bytes, or `200G`. None: half of what would be free."""
+
+    offline: bool = False
+    """Use only what is on this node: connect to no service, no database and no store."""
+
+    on_unavailable: Literal["fail", "cached"] = "fail"
+    """When the yard does not answer: fail, or use what this node last knew and has."""
 
     webhdfs: Annotated[tuple[str, ...], NoDecode] = ()
     """`http(s)://host:port` of the NameNodes, comma separated, if the Hadoop files do not say."""
@@ -53,6 +77,10 @@ class Settings(BaseSettings):
     hadoop_home: Path | None = Field(default=None, validation_alias="HADOOP_HOME")
     """Used for its etc/hadoop where hadoop_conf_dir is not set, and to find libhdfs."""
 
+    location: str | None = Field(default=None, pattern=r"^(/[!-.0-~]+)+$", max_length=512)
+    """Where this host is in HDFS's topology, such as `/rack-b`: replicas near it are read first.
+    None: found out, where a DataNode runs on this host."""
+
     libhdfs_dir: Path | None = Field(default=None, validation_alias="ARROW_LIBHDFS_DIR")
     """The folder of libhdfs.so, if it is not in hadoop_home; pyarrow looks there too."""
 
@@ -61,6 +89,9 @@ class Settings(BaseSettings):
 
     deadline_s: float = Field(default=30.0, gt=0, le=3600)
     """How long a call on the store may take, retries and all."""
+
+    poll_s: float = Field(default=5.0, gt=0, le=3600)
+    """How often a follower asks what a ref means, where no service tells it of changes."""
 
     proxy_header: str | None = Field(default=None, pattern=r"^[A-Za-z0-9-]{1,64}$")
     """The header in which a proxy that signs users on tells the service who is asking."""
@@ -77,8 +108,17 @@ class Settings(BaseSettings):
     spool_bytes: int = Field(default=64 << 30, ge=1)
     """How much of it the service may use; no file sent through it is longer."""
 
+    tell_locations: bool = True
+    """Whether the service tells readers where packs lie, with the block tokens to read them. One
+    opens a whole pack, in which other projects may have blocks too."""
+
     test_hdfs: str | None = None
     """A running HDFS for the tests, instead of a mini cluster: `hdfs://…`."""
+
+    @field_validator("cache_max", mode="before")
+    @classmethod
+    def _parse_size(cls, value: Any) -> Any:
+        return parse_size(value) if isinstance(value, str) else value
 
     @field_validator("webhdfs", "proxy_addresses", mode="before")
     @classmethod

@@ -5,17 +5,16 @@ from __future__ import annotations
 import getpass
 import hashlib
 import os
-import secrets
-import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from datetime import datetime
+from functools import partial
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from pydantic import ValidationError
 
+from weightyard.closing import Closing
 from weightyard.errors import (
     BadSetting,
     DeadlineExceeded,
@@ -24,13 +23,17 @@ from weightyard.errors import (
     RegistryUnavailable,
     Retryable,
     StoreUnavailable,
-    Unsupported,
-    UploadExpired,
 )
-from weightyard.format.assembly import manifest_of
+from weightyard.format.block import MAX_BLOCK_BYTES
 from weightyard.format.manifest import FileEntry, Manifest
+from weightyard.loader.building import Choice, Supply, take_snapshot
+from weightyard.loader.interface import Loads
+from weightyard.loader.offline import OfflineCatalogue, OfflineStore, recalled
+from weightyard.loader.remembered import Remembered
+from weightyard.loader.snapshot import Snapshot
+from weightyard.loader.snapshots import Snapshots
 from weightyard.logs import Log
-from weightyard.names import AliasName, BlockId, Digest, ModelName, Ref
+from weightyard.names import AliasName, Digest, ModelName, Ref
 from weightyard.records import (
     AliasMove,
     Cost,
@@ -39,6 +42,7 @@ from weightyard.records import (
     Publication,
     Pushed,
     PushPlan,
+    RememberedVersion,
     Retention,
     Version,
 )
@@ -46,30 +50,26 @@ from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
 from weightyard.storage.opening import open_store
-from weightyard.storage.store import FileOptions, Store
-from weightyard.transfer.bases import bases_of
-from weightyard.transfer.catalogue import ANYTHING, Anything, Catalogue, Upload
+from weightyard.storage.store import Store
+from weightyard.transfer.catalogue import ANYTHING, Anything, Catalogue
 from weightyard.transfer.diff import diff_manifests
-from weightyard.transfer.folder import read_folder
 from weightyard.transfer.gather import Gathered, gather_files, is_wanted
 from weightyard.transfer.preview import preview
-from weightyard.transfer.publish import publish, read_manifest
 from weightyard.transfer.reader import Reader
 from weightyard.transfer.source import translated
-from weightyard.transfer.writer import Content, WriteOptions, Writer
+from weightyard.via import Outgoing, Via, ViaStore, chosen_via
 
 if TYPE_CHECKING:
     import torch
 
+    from weightyard.loader.follower import Follower
     from weightyard.registry.database import Database
     from weightyard.registry.registry import Registry
 
 _log = Log(__name__)
 
-_HEARTBEAT_S = 60.0
 
-
-class Yard:
+class Yard(Loads, Closing):
     """What `weightyard.open()` returns. Thread-safe; a context manager.
 
     Refs are `team/bert@prod`, `@v3`, `@<digest>`, `@latest` or nothing for the newest version.
@@ -77,16 +77,26 @@ class Yard:
 
     def __init__(
         self,
-        store: Store,
+        store: Store | Via,
         catalogue: Catalogue,
         *,
         block_bytes: int,
         settings: Settings | None = None,
+        name: str = "",
     ) -> None:
-        self.store = store
+        """`name`: the URL by which a user knows it; what this node remembers goes by it."""
+        self._via = store if isinstance(store, Via) else ViaStore(store, catalogue)
         self.catalogue = catalogue
         self._block_bytes = block_bytes
         self._settings = settings or Settings()
+        self.snapshots = Snapshots(self._settings.cache, self._settings.cache_max)
+        self._remembered = Remembered(self._settings.cache, name)
+        self._in_use: dict[Path, Snapshot] = {}
+
+    @property
+    def store(self) -> Store:
+        """Where the packs are. Raises StoreUnavailable, Unsupported where bytes go elsewhere."""
+        return self._via.store
 
     @property
     def registry(self) -> Registry:
@@ -103,12 +113,10 @@ class Yard:
     @property
     def is_embedded(self) -> bool:
         """Whether store and database are of this one host: nobody reads from elsewhere."""
-        from weightyard.registry.registry import Registry
-
         return (
-            isinstance(self.store, LocalStore)
-            and isinstance(self.catalogue, Registry)
-            and self.catalogue.database.is_sqlite
+            not self.catalogue.is_service
+            and isinstance(self.store, LocalStore)
+            and self.registry.database.is_sqlite
         )
 
     def push(
@@ -163,35 +171,9 @@ class Yard:
         progress: Callable[[int], None] | None,
     ) -> Pushed:
         publication = _publication({**said, "config": gathered.config})
-        contents, parent = gathered.contents, publication.parent
-        replication, policy = publication.replication, publication.policy
-        reader = Reader(self.store, self.catalogue)
-        if delta != "off" and parent is not None:
-            base = self.manifest(parent)
-            contents = [
-                Content(content.split, content.sources, bases_of(content.split, base))
-                for content in contents
-            ]
-        options = WriteOptions(
-            replication=replication,
-            policy=policy,
-            min_replicas=min(2, replication or 2) if self.store.replicates else 1,
-            compress=codec == "auto",
-            delta=delta,
-        )
-        with self._upload(model, publication) as upload:
-            writer = Writer(self.store, upload, options, progress, reader)
-            blocks = writer.write(contents)
-            manifest = manifest_of([content.split for content in contents], blocks)
-            version = publish(self.store, upload, manifest, publication, secrets.token_hex(16))
+        pushed = self._via.push(Outgoing(gathered, model, publication, codec, delta), progress)
         self._settle()
-        report = writer.report
-        return Pushed(
-            **version.model_dump(),
-            new_bytes=report.new_bytes,
-            stored_bytes=report.stored_bytes,
-            packs_written=report.packs_written,
-        )
+        return pushed
 
     def gather(
         self,
@@ -229,25 +211,92 @@ class Yard:
 
         Raises NoSuchThing, Conflict (a file is there already), Damaged, Retryable.
         """
-        manifest = self._manifest_to_use(ref)
+        version = self._version_to_use(ref)
+        manifest = self._manifest_of(version)
         target = Path(folder)
         files = [file for file in manifest.files if is_wanted(file.path, include, exclude)]
         if not files and manifest.files:
             raise NoSuchThing(f"{ref} has no file that fits; it has {_some(manifest.files)}")
         with translated(target):
             target.mkdir(parents=True, exist_ok=True)
-        read_folder(Reader(self.store, self.catalogue), manifest, target, files, progress)
+        self._via.pull(version, manifest, files, target, progress)
         return target
 
-    def load(self, ref: str, device: Any = "cpu") -> dict[str, torch.Tensor]:
-        """A version's tensors by name. Raises NoSuchThing, Damaged, Retryable."""
-        from weightyard.loader.load import load_tensors
+    def snapshot(
+        self,
+        ref: str,
+        *,
+        include: Sequence[str] | None = None,
+        exclude: Sequence[str] | None = None,
+        progress: Callable[[int], None] | None = None,
+    ) -> Path:
+        """A folder of this node with a version's real files, for any server; made if need be.
 
-        return load_tensors(Reader(self.store, self.catalogue), self._manifest_to_use(ref), device)
+        A pushed state dict is there as `model.safetensors`. Do not write into it: other versions
+        may share its files. It is not evicted while this yard is open.
+        Raises NoSuchThing, NotOnNode, StoreFull, Damaged, Retryable.
+        """
+        version = self._version_to_use(ref)
+        found = None if include or exclude else self.snapshots.find(Digest(version.digest))
+        if found is None:
+            found = take_snapshot(
+                self.snapshots,
+                self.catalogue,
+                version,
+                self._manifest_of(version),
+                Supply(
+                    partial(self._via.pull, version), lambda: Reader(self.store, self.catalogue)
+                ),
+                Choice(include, exclude),
+                progress,
+            )
+        self._in_use[found.path] = found
+        return found.path
+
+    def follow(
+        self,
+        ref: str,
+        module: torch.nn.Module | Mapping[str, torch.Tensor] | None = None,
+        *,
+        applied: Version | str | None = None,
+        files: str | Sequence[str] | None = None,
+        tensors: str | Sequence[str] | None = None,
+        verify: Literal["fast", "full"] = "fast",
+        max_host_bytes: int | None = None,
+        poll_s: float | None = None,
+    ) -> Follower:
+        """Bring in the versions a ref moves to, while the old one serves (docs/following.md).
+
+        `module`: what is served, a module or tensors by name, which `apply` changes where they
+        are; None: the caller takes what `changed` gives. `applied`: the version it holds now, or
+        its ref, so that only what differs is read; what `load` gave knows it by itself. `files`,
+        `tensors`, `verify`: as in `load`. A change that needs more than `max_host_bytes` of memory
+        is refused. `poll_s`: how often to ask where no service tells; else WEIGHTYARD_POLL_S.
+        Raises NoSuchThing, DoesNotFit and Retryable for `applied`; of what comes later, `failure`
+        tells.
+        """
+        from weightyard.loader.asked import Asked
+        from weightyard.loader.follower import Follower, Following
+        from weightyard.loader.load import Weights
+        from weightyard.loader.resident import Resident
+
+        if applied is None and isinstance(module, Weights):
+            applied = module.version
+        following = Following(
+            Ref.parse(ref),
+            self.catalogue,
+            lambda: self.store,
+            self._manifest_of,
+            Asked(files, tensors, verify=verify),
+            max_host_bytes,
+            self._settings.poll_s if poll_s is None else poll_s,
+        )
+        known = self.resolve(applied) if isinstance(applied, str) else applied
+        return Follower(following, Resident(module), known)
 
     def manifest(self, ref: str) -> Manifest:
         """What a version consists of."""
-        return read_manifest(self.store, Digest(self.resolve(ref).digest))
+        return self._manifest_of(self.resolve(ref))
 
     def resolve(self, ref: str) -> Version:
         """The version a ref means now. Raises NoSuchThing."""
@@ -266,6 +315,8 @@ class Yard:
 
     def cost(self, ref: str) -> Cost:
         """What a version takes, shares with others, and would give back. Raises NoSuchThing."""
+        if self.catalogue.is_service:
+            return self.catalogue.cost(Ref.parse(ref))
         copies = self.store.stat(layout.YARD).replication  # as files are that nobody asked for
         return self.catalogue.cost(Ref.parse(ref), copies=copies)
 
@@ -276,12 +327,9 @@ class Yard:
 
         Raises NoSuchThing, Unsupported.
         """
-        if not self.store.replicates:
-            raise Unsupported(f"{self.store.url} keeps one copy: use an hdfs:// store")
-        version = self.resolve(ref)
-        if policy is not None:
-            self._try_policy(version, policy)
-        kept = self.registry.keep(Ref.parse(version.ref), copies=replication, policy=policy)
+        if self.catalogue.is_service:
+            return self.catalogue.keep(Ref.parse(ref), copies=replication, policy=policy)
+        kept = self.registry.keep_on(self.store, Ref.parse(ref), copies=replication, policy=policy)
         self.registry.settle_replication(self.store)
         self._settle()
         return kept
@@ -291,6 +339,11 @@ class Yard:
         removed = self.catalogue.remove(Ref.parse(ref), reason=reason)
         self._settle()
         return removed
+
+    def delete_model(self, name: str) -> None:
+        """Remove a model that has no versions any more. Raises NoSuchThing, Protected."""
+        self.catalogue.remove_model(ModelName.parse(name))
+        self._settle()
 
     def set_alias(
         self,
@@ -332,56 +385,48 @@ class Yard:
         self._settle()
 
     def close(self) -> None:
+        for snapshot in self._in_use.values():
+            snapshot.close()
         self.catalogue.close()
-        self.store.close()
+        self._via.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def _manifest_to_use(self, ref: str) -> Manifest:
-        """A version's manifest; that it is used is noted, for retention by last use."""
-        version = self.resolve(ref)
+    def _version_to_use(self, ref: str) -> Version:
+        """A version; that it is used is noted, for retention by last use, and on this node."""
+        parsed = Ref.parse(ref)
+        try:
+            version = self.resolve(ref)
+        except Retryable as why:
+            if self._settings.on_unavailable != "cached":
+                raise
+            if (known := recalled(self._remembered, parsed, str(why))) is None:
+                raise
+            return known
+        if isinstance(version, RememberedVersion):
+            return version
+        self._remembered.note(parsed, version)
         try:
             self.catalogue.mark_used(Ref.parse(version.ref))
         except (Retryable, NotAllowed) as why:
             _log.warning("version.use_not_noted", version=version.ref, reason=why)
-        return read_manifest(self.store, Digest(version.digest))
+        return version
 
-    def _try_policy(self, version: Version, policy: str) -> None:
-        """Set a policy on one pack of a version: a store that has no such policy says so here."""
-        manifest = read_manifest(self.store, Digest(version.digest))
-        blocks = [BlockId(block.hex) for block in manifest.blocks[:1]]
-        for placements in self.catalogue.placements(blocks).values():
-            self.store.adjust(layout.pack(placements[0].pack), FileOptions(policy=policy))
+    def _manifest_to_use(self, ref: str) -> Manifest:
+        return self._manifest_of(self._version_to_use(ref))
 
-    @contextmanager
-    def _upload(self, model: ModelName, publication: Publication) -> Iterator[Upload]:
-        """An upload that is kept alive, and abandoned if the work fails."""
-        upload = self.catalogue.open_upload(model, publication)
-        done = threading.Event()
-        beats = threading.Thread(
-            target=_keep_alive, args=(upload, done), name="weightyard-heartbeat", daemon=True
-        )
-        beats.start()
-        try:
-            yield upload
-        except BaseException:
-            _abandon(upload)
-            raise
-        finally:
-            done.set()
-            beats.join()
+    def _manifest_of(self, version: Version) -> Manifest:
+        """A version's manifest, as this node has it or else the yard. Raises NotOnNode."""
+        self._via.expect(version)
+        digest = Digest(version.digest)
+        if (known := self._remembered.manifest(digest)) is not None:
+            return known
+        manifest = self._via.manifest(version)
+        self._remembered.keep(digest, manifest)
+        return manifest
 
     def _settle(self) -> None:
         """Write out the records of what was just done; if that fails, anyone can do it later."""
+        if self.catalogue.is_service:
+            return
         try:
             self.catalogue.flush_outbox(self.store)
         except Retryable as why:
@@ -399,10 +444,27 @@ def open_yard(
     """
     settings = settings or Settings()
     chosen = chosen_url(url, settings)
-    if is_service(chosen):
-        secret = settings.token.get_secret_value() if settings.token is not None else None
-        return _open_service(str(chosen), token or secret, settings)
-    return _open_database(open_store(chosen, settings), settings)
+    if settings.offline:
+        return _open_offline(chosen, settings)
+    try:
+        if is_service(chosen):
+            secret = settings.token.get_secret_value() if settings.token is not None else None
+            return _open_service(str(chosen), token or secret, settings)
+        if settings.via == "service":
+            raise BadSetting("WEIGHTYARD_VIA=service needs a service: set WEIGHTYARD_URL")
+        store = open_store(chosen, settings)
+        return _open_database(store, settings, known_name(chosen, settings))
+    except Retryable as why:
+        if settings.on_unavailable != "cached":
+            raise
+        _log.warning("yard.unavailable", yard=known_name(chosen, settings), reason=why)
+        return _open_offline(chosen, settings)
+
+
+def known_name(chosen: str | None, settings: Settings) -> str:
+    """What this node remembers a yard by."""
+    folder = chosen or settings.home / "store"
+    return str(folder) if "://" in str(folder) else str(Path(folder).expanduser().absolute())
 
 
 def store_url(url: str | None, settings: Settings) -> str | None:
@@ -449,12 +511,25 @@ def _open_service(url: str, token: str | None, settings: Settings) -> Yard:
             about = catalogue.about()
         except (RegistryUnavailable, DeadlineExceeded) as why:
             raise RegistryUnavailable(f"{url} does not answer: {why}") from why
-        store = open_store(about.store, settings)
+        via = chosen_via(catalogue, about, settings)
         opened.pop_all()
-    return Yard(store, catalogue, block_bytes=about.block_bytes, settings=settings)
+    return Yard(via, catalogue, block_bytes=about.block_bytes, settings=settings, name=url)
 
 
-def _open_database(store: Store, settings: Settings) -> Yard:
+def _open_offline(chosen: str | None, settings: Settings) -> Yard:
+    """A yard of which only what is on this node can be had; nothing is connected to."""
+    name = known_name(chosen, settings)
+    catalogue = OfflineCatalogue(Remembered(settings.cache, name))
+    return Yard(
+        cast("Store", OfflineStore(name)),
+        cast("Catalogue", catalogue),
+        block_bytes=MAX_BLOCK_BYTES,  # nothing is pushed
+        settings=settings,
+        name=name,
+    )
+
+
+def _open_database(store: Store, settings: Settings, name: str) -> Yard:
     from weightyard.registry import binding, migrate
     from weightyard.registry.registry import Registry
 
@@ -464,13 +539,13 @@ def _open_database(store: Store, settings: Settings) -> Yard:
         opened.callback(database.close)
         if database.is_sqlite:
             migrate.upgrade(database)
-        registry = Registry(database, who=current_user())
+        registry = Registry(database, store=store, who=current_user())
         try:
             bound = binding.bind(database, store)
         except StoreUnavailable as why:
             raise StoreUnavailable(f"{store.url} does not answer: {why}") from why
         opened.pop_all()
-    return Yard(store, registry, block_bytes=bound.block_bytes, settings=settings)
+    return Yard(store, registry, block_bytes=bound.block_bytes, settings=settings, name=name)
 
 
 def open_database(store: Store, settings: Settings) -> Database:
@@ -510,21 +585,3 @@ def _publication(said: Mapping[str, Any]) -> Publication:
 def _some(files: Sequence[FileEntry]) -> str:
     shown = ", ".join(file.path for file in files[:5])
     return shown if len(files) <= 5 else f"{shown} and {len(files) - 5} more"
-
-
-def _keep_alive(upload: Upload, done: threading.Event) -> None:
-    while not done.wait(_HEARTBEAT_S):
-        try:
-            upload.heartbeat()
-        except UploadExpired as why:
-            _log.warning("upload.expired", upload=upload.id, reason=why)
-            return  # the writer is told by its next call
-        except Retryable as why:
-            _log.warning("upload.heartbeat_failed", upload=upload.id, reason=why)
-
-
-def _abandon(upload: Upload) -> None:
-    try:
-        upload.abandon()
-    except Retryable as why:
-        _log.warning("upload.not_abandoned", upload=upload.id, reason=why)  # its lease will end

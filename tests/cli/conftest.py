@@ -11,6 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cli_runs import Cli
+from service_world import world
+
+__all__ = ["world"]
 
 
 @pytest.fixture(autouse=True)
@@ -24,9 +27,10 @@ def _logging_as_before() -> Iterator[None]:
 @pytest.fixture
 def cli(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Cli:
     """Commands on an empty yard; no variable of the outside reaches them."""
-    for name in ("URL", "STORE", "DB", "TOKEN"):
+    for name in ("URL", "STORE", "DB", "TOKEN", "VIA", "OFFLINE", "ON_UNAVAILABLE", "CACHE_MAX"):
         monkeypatch.delenv(f"WEIGHTYARD_{name}", raising=False)
     monkeypatch.setenv("WEIGHTYARD_HOME", str(tmp_path / "home"))
+    monkeypatch.setenv("WEIGHTYARD_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("WEIGHTYARD_DEADLINE_S", "2")
     monkeypatch.setenv("COLUMNS", "100")
     return Cli()

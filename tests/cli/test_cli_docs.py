@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,7 +18,10 @@ from weightyard.cli.panels import Panel
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 BERT = "team/bert"
 
-OPEN = {"metrics", "tags", "metadata", "structure", "shared_with", "aliases"}
+OPEN = {
+    "metrics", "tags", "metadata", "structure", "shared_with", "aliases",
+    "stages", "read_paths", "datanodes", "distances",
+}  # fmt: skip
 """Whose keys are data."""
 
 _SECTION = re.compile(r"^### (.+?)$\n(.*?)(?=^##|\Z)", re.DOTALL | re.MULTILINE)
@@ -68,8 +72,22 @@ def _fill(cli: Cli, base: Path, tuned: Path, tmp_path: Path) -> dict[str, Any]:
     seen["alias log"] = run("alias", "log", BERT, "prod")
     seen["alias rollback"] = run("alias", "rollback", BERT, "prod")
     seen["alias rm"] = run("alias", "rm", BERT, "prod")
-    seen["load"] = run("load", BERT)
+    seen["path"] = run("path", BERT)
+    seen["follow"] = run("follow", BERT, "--exec", "true", "--once")
+    seen["cache ls"] = run("cache", "ls")
+    seen["cache prune"] = run("cache", "prune", "--max", "0")
+    cli.ok("path", BERT)
+    damaged = Path(cli.ok("path", BERT).strip()) / "config.json"
+    damaged.chmod(0o600)
+    damaged.write_bytes(damaged.read_bytes()[::-1])
+    seen["cache verify"] = json.loads(cli("cache", "verify", "--json").out)
+    cli.ok("path", BERT)
+    seen["cache rm"] = run("cache", "rm", "--all")
+    seen["load"] = run("load", BERT, "--report")
     seen["rm"] = run("rm", f"{BERT}@v2", "--yes")
+    cli.ok("rm", f"{BERT}@v1", "--yes")
+    seen["rm NAME"] = run("rm", BERT, "--yes")
+    cli.ok("push", base, BERT)
     seen["gc"] = run("gc", "--dry-run")
     seen["init"] = run("init")
     seen["doctor"] = run("doctor")
@@ -80,8 +98,6 @@ def _fill(cli: Cli, base: Path, tuned: Path, tmp_path: Path) -> dict[str, Any]:
     seen["db upgrade"] = run("db", "upgrade")
     (tmp_path / "home" / "store" / "packs" / "ff").mkdir(exist_ok=True)
     (tmp_path / "home" / "store" / "packs" / "ff" / ("ff" * 16)).write_bytes(b"?")
-    import json
-
     seen["check"] = json.loads(cli("check", "--heal", "--json").out)
     for file in (tmp_path / "home" / "store").glob("registry.db*"):
         file.unlink()

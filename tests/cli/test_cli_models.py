@@ -122,8 +122,22 @@ def test_rm_says_what_it_frees_and_asks_where_someone_can_answer(
 
 def test_rm_guesses_no_version_and_takes_none_with_an_alias(cli: Cli, base: Path) -> None:
     cli.ok("push", base, BERT, "--alias", "prod")
-    assert f"{BERT}@v3" in cli.refused(2, "rm", BERT, "--yes")
+    assert "v1 @prod" in cli.refused(2, "rm", BERT, "--yes")
     assert "alias prod" in cli.refused(2, "rm", f"{BERT}@v1", "--yes")
+
+
+def test_a_model_goes_when_its_versions_have_gone(cli: Cli, base: Path, tuned: Path) -> None:
+    for folder in (base, tuned):
+        cli.ok("push", folder, BERT)
+    said = cli.refused(2, "rm", BERT, "--yes")
+    assert "2 versions (v2, v1)" in said
+    for number in (1, 2):
+        cli.ok("rm", f"{BERT}@v{number}", "--yes")
+    assert "--yes" in cli.refused(2, "rm", BERT)
+    assert cli.json("rm", BERT, "--yes") == {"model": BERT}
+    assert cli.json("ls")["models"] == []
+    assert "no model" in cli.refused(2, "rm", BERT, "--yes")
+    assert cli.json("push", base, BERT)["version"] == 3, "its numbers are not given out again"
 
 
 def test_only_files_that_fit_are_pushed_and_pulled(cli: Cli, base: Path, tmp_path: Path) -> None:
@@ -152,6 +166,26 @@ def test_load_tells_what_came(cli: Cli, base: Path) -> None:
     cli.ok("push", base, BERT)
     assert cli.json("load", BERT)["tensors"] == 2
     assert "warp" in cli.refused(2, "load", BERT, "--device", "warp")
+    assert cli.json("load", BERT, "--tensors", "h*", "--dtype", "bfloat16")["tensors"] == 1
+    assert "no tensor fits 'q'" in cli.refused(2, "load", BERT, "--tensors", "q")
+    assert "config.json" in cli.refused(2, "load", BERT, "--files", "config.json")
+
+
+def test_load_reports_each_time_it_loaded_and_where_the_bytes_came_from(
+    cli: Cli, base: Path
+) -> None:
+    pytest.importorskip("torch")
+    cli.ok("push", base, BERT)
+    first, second = cli.json("load", BERT, "--report", "--repeat", "2")["reports"]
+    assert first["bytes"] == second["bytes"] == (256 * 256 + 256 * 128) * 4
+    assert first["read_paths"] == {"local": first["stored_bytes"]}
+    assert {"resolve", "plan", "read", "fetch", "decode"} <= first["stages"].keys()
+    cli.ok("path", BERT)
+    assert cli.json("load", BERT, "--report")["reports"][0]["from_snapshot"]
+    assert not cli.json("load", BERT, "--report", "--no-cache")["reports"][0]["from_snapshot"]
+    human = cli.ok("load", BERT, "--report", "--no-cache", "--verify")
+    assert "decode" in human
+    assert "local" in human
 
 
 def test_the_yard_of_an_argument_goes_before_the_environment(

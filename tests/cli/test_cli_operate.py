@@ -134,6 +134,21 @@ def test_init_states_the_modes_and_may_be_repeated(cli: Cli, tmp_path: Path) -> 
     assert cli.json("--yard", tmp_path / "yard", "ls")["models"] == []
 
 
+def test_whether_projects_share_content_is_chosen_by_init_and_shown_by_doctor(
+    cli: Cli, tmp_path: Path
+) -> None:
+    yard = ["--yard", tmp_path / "yard"]
+    assert cli.json(*yard, "init", "--dedup", "project")["dedup"] == "project"
+    (tmp_path / "file").write_bytes(b"weights" * 1000)
+    for project in ("red", "blue", "red"):
+        cli.ok(*yard, "push", tmp_path / "file", f"{project}/bert")
+    assert len([*(tmp_path / "yard" / "packs").glob("*/*")]) == 2
+    found = {one["check"]: one["message"] for one in cli.json(*yard, "doctor")["findings"]}
+    assert "once in each project" in found["dedup"]
+    assert cli(*yard, "init", "--dedup", "yard").code == 2, "the choice stays"
+    assert cli.json(*yard, "init")["dedup"] == "project"
+
+
 def test_doctor_finds_nothing_to_mend_on_a_yard_that_works(two: Cli) -> None:
     found = {finding["check"]: finding["state"] for finding in two.json("doctor")["findings"]}
     expected = {"versions", "settings", "store", "room", "database", "clock", "schema", "binding"}

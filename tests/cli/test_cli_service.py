@@ -8,15 +8,9 @@ from pathlib import Path
 
 import pytest
 from cli_runs import Cli
-from service_world import World, make_world, served
+from service_world import World, served
 
 BERT = "team/bert"
-
-
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    with make_world(tmp_path) as made:
-        yield made
 
 
 @pytest.fixture
@@ -70,6 +64,35 @@ def test_a_wrong_token_is_told_so_and_never_shown(remote: Cli) -> None:
     said = remote.refused(2, "ls", "--token", "wy_wrong")
     assert "token" in said
     assert "wy_wrong" not in said
+
+
+def test_a_host_without_hdfs_pushes_and_pulls_through_the_service_and_is_told_once(
+    remote: Cli, world: World, base: Path, tmp_path: Path
+) -> None:
+    world.store.url = "hdfs://127.0.0.1:1/yard"
+    for words in (("push", base, BERT), ("pull", BERT, tmp_path / "out")):
+        ran = remote(*words)
+        assert ran.code == 0, ran.err
+        (line,) = ran.err.splitlines()
+        assert line.startswith("weightyard: bytes.through_service store=hdfs://127.0.0.1:1/yard")
+    names = ["config.json", "model.safetensors"]
+    assert filecmp.cmpfiles(base, tmp_path / "out", names, shallow=False)[0] == names
+    assert remote.json("show", BERT)["cost"]["stored_bytes"] > 0
+    findings = {one["check"]: one for one in remote.json("doctor")["findings"]}
+    assert (findings["service"]["state"], findings["store"]["state"]) == ("ok", "warn")
+
+
+def test_a_model_and_its_copies_are_looked_after_through_the_service(
+    remote: Cli, world: World, base: Path
+) -> None:
+    remote.ok("push", base, BERT)
+    assert "keeps one copy" in remote.refused(2, "set", BERT, "--replication", "3")
+    boss = ("--yes", "--token", world.secrets["boss"])
+    assert "v1" in remote.refused(2, "rm", BERT, *boss)
+    remote.ok("rm", f"{BERT}@v1", *boss)
+    assert "admin" in remote.refused(2, "rm", BERT, "--yes")
+    remote.ok("rm", BERT, *boss)
+    assert remote.json("ls")["models"] == []
 
 
 def test_collecting_needs_the_database_and_says_so(remote: Cli) -> None:

@@ -267,6 +267,19 @@ def test_arguments_that_do_not_fit_are_refused_and_nothing_is_written() -> None:
         encode(bytes(MAX_BLOCK_BYTES + 1))
 
 
+def test_a_chunk_of_a_delta_read_alone_is_accepted_only_as_itself() -> None:
+    raw, base = weights(Codec.RAW, 2 * CHUNK_BYTES, 1), weights(Codec.RAW, 2 * CHUNK_BYTES, 2)
+    encoded = encode_delta(raw, base, block_id(base), hint=Codec.RAW)
+    stored, behind = laid_out(encoded.segments), base[CHUNK_BYTES:]
+
+    def second(chunk: bytes) -> bytes:
+        return decoded(encoded.encoding, chunk, first=1, base=behind, out_bytes=CHUNK_BYTES)
+
+    assert second(stored[CHUNK_BYTES:]) == raw[CHUNK_BYTES:]
+    with pytest.raises(BlockCorrupt):
+        second(stored[:CHUNK_BYTES])
+
+
 def test_a_delta_over_the_wrong_base_is_never_handed_out() -> None:
     raw, base = (
         weights(Codec.PLANES_FP32, 65536, 1),

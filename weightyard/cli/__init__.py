@@ -10,15 +10,18 @@ import typer
 
 from weightyard.cli import (
     alias,
+    cache,
     check,
     cluster,
     db,
     diff,
     doctor,
+    follow,
     gc,
     init,
     load,
     ls,
+    path,
     pull,
     push,
     rebuild,
@@ -55,6 +58,9 @@ app.add_typer(alias.app, name="alias", rich_help_panel=Panel.MODELS)
 app.command("set", rich_help_panel=Panel.MODELS)(set.set_)
 app.command(rich_help_panel=Panel.MODELS)(rm.rm)
 app.command(rich_help_panel=Panel.MODELS)(load.load)
+app.command(rich_help_panel=Panel.MODELS)(path.path)
+app.command(rich_help_panel=Panel.MODELS)(follow.follow)
+app.add_typer(cache.app, name="cache", rich_help_panel=Panel.MODELS)
 app.command(rich_help_panel=Panel.OPERATE)(init.init)
 app.command(rich_help_panel=Panel.OPERATE)(doctor.doctor)
 app.command(rich_help_panel=Panel.OPERATE)(gc.gc)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-import time
-from typing import Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from weightyard.cli.session import Session, command
-from weightyard.errors import Unsupported
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from weightyard.loader.report import LoadReport
 
 
 @command
@@ -18,45 +22,109 @@ def load(
         str, typer.Argument(metavar="REF", help="PROJECT/NAME, with @ALIAS, @v3 or @DIGEST.")
     ],
     device: Annotated[str, typer.Option(help="Such as cpu, cuda or cuda:1.")] = "cpu",
+    files: Annotated[
+        list[str] | None,
+        typer.Option(metavar="G", help="Files whose tensors are meant, such as 'adapter/*'."),
+    ] = None,
+    tensors: Annotated[
+        list[str] | None,
+        typer.Option(metavar="G", help="Only tensors that fit; '!G' leaves out those that do."),
+    ] = None,
+    dtype: Annotated[str | None, typer.Option(help="Cast to it, such as bfloat16.")] = None,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Hash every block too: verify='full'.")
+    ] = False,
+    cache: Annotated[
+        bool, typer.Option("--cache/--no-cache", help="Use this node's snapshot if there is one.")
+    ] = True,
+    report: Annotated[bool, typer.Option("--report", help="Show bytes and time by stage.")] = False,
+    repeat: Annotated[int, typer.Option(min=1, max=1000, help="Load so many times.")] = 1,
 ) -> None:
     """Load a version's tensors onto a device, and say what came and how long it took.
 
-    Needs torch. In a program, use `weightyard.load` instead.
+    Needs torch. In a program, use `weightyard.load` instead. The rate is that of the fastest load.
 
-    Example: weightyard load team/bert@prod --device cuda
+    Examples:
+
+      weightyard load team/bert@prod --device cuda
+
+      weightyard load team/bert@prod --report --repeat 3 --no-cache
+
+      weightyard load team/moe --tensors '!*.experts.*' --tensors '*.experts.[0-7].*'
     """
     from weightyard.cli.refs import resolve
-    from weightyard.cli.wording import count, size
+    from weightyard.loader.placing import device_of
 
-    try:
-        import torch
-    except ImportError:
-        raise Unsupported("loading tensors needs torch: install weightyard[torch]") from None
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as why:
-        raise Unsupported(f"device {device}: {str(why).partition(chr(10))[0]}") from None
+    device_of(device)
+    how: Literal["fast", "full"] = "full" if verify else "fast"
+    reports: list[LoadReport] = []
     with session.open() as yard:
         version = resolve(yard, ref)
-        began = time.perf_counter()
-        tensors = yard.load(version.ref, device=device)
-        if device.startswith("cuda"):
-            torch.cuda.synchronize(device)
-        seconds = time.perf_counter() - began
-    amount = sum(tensor.nbytes for tensor in tensors.values())
+        total_bytes = None if files or tensors else version.logical_bytes
+        for _ in range(repeat):
+            with session.progress("Loading", total_bytes) as advance:
+                weights = yard.load(
+                    version.ref,
+                    device,
+                    files=files,
+                    tensors=tensors,
+                    dtype=dtype,
+                    verify=how,
+                    cache=cache,
+                    progress=advance,
+                )
+            reports.append(weights.report)
+            del weights  # before the next ones: there may be room for one load only
+    best = min(reports, key=lambda one: one.seconds)
     result = {
         "ref": version.ref,
         "version": version.number,
         "device": device,
-        "tensors": len(tensors),
-        "bytes": amount,
-        "seconds": round(seconds, 3),
+        "tensors": best.tensors,
+        "bytes": best.bytes,
+        "seconds": round(best.seconds, 3),
+        **({"reports": [one.as_dict() for one in reports]} if report else {}),
     }
-    session.show(
-        result,
-        lambda console: console.print(
-            f"{version.ref}: {count(len(tensors), 'tensor')}, {size(amount)} on {device} in "
-            f"{seconds:.2f} s ({size(int(amount / max(seconds, 1e-9)))}/s)",
-            markup=False,
-        ),
+    session.show(result, lambda console: _show(console, best, reports if report else []))
+
+
+def _show(console: Console, best: LoadReport, reports: list[LoadReport]) -> None:
+    from weightyard.cli.wording import count, size
+
+    console.print(
+        f"{best.ref}: {count(best.tensors, 'tensor')}, {size(best.bytes)} on {best.device} in "
+        f"{best.seconds:.2f} s ({size(int(best.bytes_per_s))}/s)",
+        markup=False,
     )
+    for one in reports:
+        _show_report(console, one)
+
+
+def _show_report(console: Console, report: LoadReport) -> None:
+    from weightyard.cli.tables import facts, table
+    from weightyard.cli.wording import size
+
+    facts(
+        console,
+        [
+            ("seconds", f"{report.seconds:.3f}"),
+            ("rate", f"{size(int(report.bytes_per_s))}/s"),
+            ("read", f"{size(report.read_bytes)}, {report.amplification:.2f} × the tensors"),
+            ("from the store", f"{size(report.stored_bytes)} in {report.requests} requests"),
+            ("from a snapshot", "yes" if report.from_snapshot else ""),
+            ("way", _shares(report.read_paths)),
+            ("DataNodes", _shares(report.datanodes)),
+            ("failed on the way", "; ".join(report.failed[:3])),
+        ],
+    )
+    table(
+        console,
+        ["stage", "seconds"],
+        [(stage, f"{seconds:.3f}") for stage, seconds in report.stages.items()],
+    )
+
+
+def _shares(amounts: Mapping[str, int]) -> str:
+    from weightyard.cli.wording import size
+
+    return ", ".join(f"{name} {size(amount)}" for name, amount in amounts.items())

@@ -19,6 +19,7 @@ from weightyard.errors import Refused, YardError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from weightyard.registry.progress import Step
     from weightyard.settings import Settings
     from weightyard.yard import Yard
 
@@ -107,6 +108,20 @@ class Session:
 
         with bar(doing, total_bytes) as advance:
             yield advance
+
+    @contextmanager
+    def steps(self) -> Iterator[Callable[[Step], None]]:
+        """Takes the steps of a run: shown as they go on a terminal, elsewhere a line at times."""
+        if self.quiet or self.as_json:
+            yield lambda step: None
+            return
+        from weightyard.cli.progress import plain_steps, steps
+
+        if not sys.stderr.isatty():
+            yield plain_steps(self.say)
+            return
+        with steps() as tell:
+            yield tell
 
 
 def console() -> Console:

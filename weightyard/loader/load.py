@@ -1,67 +1,64 @@
-"""Loading a version's tensors into host memory, then onto the device."""
+"""Loading a version's tensors: all of them, or one after the other."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from weightyard.errors import Refused
-from weightyard.format.manifest import Box, Manifest, TensorEntry
-from weightyard.loader.state import empty_tensor
-from weightyard.transfer.plan import Wanted, wanted_of
-from weightyard.transfer.reader import Reader
+from weightyard.loader.asked import Asked
+from weightyard.loader.origin import Destination, Origin
+from weightyard.loader.placing import device_of
+from weightyard.loader.plan import TensorPlan, plan_tensors
+from weightyard.loader.report import LoadReport
+from weightyard.records import Version
 
 if TYPE_CHECKING:
     import torch
 
 
-def load_tensors(
-    reader: Reader, manifest: Manifest, device: Any = "cpu"
-) -> dict[str, torch.Tensor]:
-    """All tensors of a version by name. Tied ones come back tied.
+class Weights(dict[str, "torch.Tensor"]):
+    """Tensors by name, in model order; the version they are of; what loading them did."""
 
-    Raises Refused if two files have a tensor of the same name.
-    """
-    loaded: dict[str, torch.Tensor] = {}
-    wanted: list[Wanted] = []
-    parts: list[tuple[TensorEntry, Box, np.ndarray, np.ndarray]] = []
-    for tensor in manifest.tensors:
-        if tensor.name in loaded:
-            raise Refused(f"tensor {tensor.name} is in several files: load them one by one")
-        if tensor.tied is not None:
-            loaded[tensor.name] = loaded[tensor.tied]
-            continue
-        loaded[tensor.name], into = empty_tensor(tensor.dtype, tensor.shape)
-        if len(tensor.boxes) == 1:
-            wanted += wanted_of(manifest, tensor.boxes[0].extents, into)
-        else:
-            for box, array, whole in _boxes(tensor, into):
-                wanted += wanted_of(manifest, box.extents, array.reshape(-1).view(np.uint8).data)
-                parts.append((tensor, box, array, whole))
-    reader.read(wanted)
-    for _, box, array, whole in parts:
-        at = tuple(
-            slice(begin, begin + size) for begin, size in zip(box.offset, box.shape, strict=True)
-        )
-        whole[at] = array
-    return dict(_on_device(loaded, device))
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], origin: Origin, report: LoadReport
+    ) -> None:
+        super().__init__(tensors)
+        self.version: Version = origin.version
+        self.report = report
+        self._in_use = origin.in_use
 
 
-def _boxes(tensor: TensorEntry, into: memoryview) -> Iterator[tuple[Box, np.ndarray, np.ndarray]]:
-    """The boxes of a tensor, each with memory of its own and a view of the whole to put it in."""
-    element = np.dtype((np.void, tensor.dtype.bits // 8))
-    if tensor.boxes:
-        whole = np.frombuffer(into, np.uint8).view(element).reshape(tensor.shape)
-        for box in tensor.boxes:
-            yield box, np.empty(box.shape, element), whole
+def load(origin: Origin, asked: Asked, device: Any) -> Weights:
+    """All tensors asked for, on a device. Tied ones come back tied."""
+    to = Destination(device_of(device))
+    plans = plan(origin, asked)
+    found = {one.names: tensor for one, tensor in origin.tensors(plans, asked, to)}
+    tensors = {name: found[one.names] for one in plans for name in one.names}
+    return Weights(tensors, origin, origin.report(to.device))
 
 
-def _on_device(loaded: dict[str, torch.Tensor], device: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """Move each tensor once, so that tied ones stay tied on the device too."""
-    moved: dict[int, torch.Tensor] = {}
-    for name, tensor in loaded.items():
-        if id(tensor) not in moved:
-            moved[id(tensor)] = tensor.to(device)
-        yield name, moved[id(tensor)]
+def stream(
+    origin: Origin, asked: Asked, device: Any, ahead_bytes: int
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors asked for, one after the other in model order, read ahead within a budget."""
+    to = Destination(device_of(device), ahead_bytes=ahead_bytes)
+    plans = plan(origin, asked)
+    return _stream(origin, asked, to, plans)
+
+
+def _stream(
+    origin: Origin, asked: Asked, to: Destination, plans: tuple[TensorPlan, ...]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    with origin.held():
+        for one, tensor in origin.tensors(plans, asked, to):
+            for name in one.names:
+                yield name, tensor
+            del tensor  # from here on only the caller has it
+    origin.report(to.device)
+
+
+def plan(origin: Origin, asked: Asked) -> tuple[TensorPlan, ...]:
+    """What is asked for, found and fitted, before anything of it is read."""
+    with origin.tally.stage("plan"):
+        entries = origin.chosen(asked)
+        return plan_tensors(entries, asked.indices(entries))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightyard.errors import Refused, Unsupported
-from weightyard.format.dtypes import DType
+from weightyard.format.dtypes import DType, nbytes
 from weightyard.format.splitting import StateTensor, split_state
 from weightyard.transfer.source import MemorySource
 from weightyard.transfer.writer import Content
@@ -40,6 +40,10 @@ _TORCH = {
     "complex128": DType.C128,
 }
 """Names torch and NumPy (with ml_dtypes) give the element types."""
+
+_HUGE_BYTES = 4 << 20
+"""From here on NumPy asks for huge pages, which torch does not: the first touch of small ones
+costs more than reading into them."""
 
 _FROM_DTYPE = {dtype: name for name, dtype in _TORCH.items()}
 
@@ -77,8 +81,8 @@ def _taken_apart(name: str, value: Any) -> tuple[DType, tuple[int, ...], object,
     return _TORCH[kind], shape, storage, raw.numpy().data
 
 
-def empty_tensor(dtype: DType, shape: tuple[int, ...]) -> tuple[torch.Tensor, memoryview]:
-    """A tensor on the host to be filled, and its bytes. Raises Unsupported."""
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """What torch calls an element type. Raises Unsupported."""
     try:
         import torch
     except ImportError:
@@ -86,7 +90,27 @@ def empty_tensor(dtype: DType, shape: tuple[int, ...]) -> tuple[torch.Tensor, me
     kind = getattr(torch, _FROM_DTYPE.get(dtype, ""), None)
     if kind is None:
         raise Unsupported(f"this torch has no element type {dtype}")
-    tensor = torch.empty(shape, dtype=kind)
+    assert isinstance(kind, torch.dtype)
+    return kind
+
+
+def empty_tensor(dtype: DType, shape: tuple[int, ...]) -> tuple[torch.Tensor, memoryview]:
+    """A tensor on the host to be filled, and its bytes. Raises Unsupported."""
+    kind = torch_dtype(dtype)
+    import torch
+
+    length = nbytes(dtype, shape)
+    if length < _HUGE_BYTES:
+        tensor = torch.empty(shape, dtype=kind)
+    else:
+        tensor = torch.from_numpy(np.empty(length, np.uint8)).view(kind).view(shape)
+    return tensor, bytes_of(tensor)
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The memory of a contiguous tensor on the host."""
+    import torch
+
     if not tensor.numel():
-        return tensor, memoryview(b"")
-    return tensor, tensor.reshape(-1).view(torch.uint8).numpy().data
+        return memoryview(b"")
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data

@@ -1,0 +1,90 @@
+"""`weightyard follow` as a real process."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from cli_runs import Cli
+
+BERT = "team/bert"
+PROD = f"{BERT}@prod"
+
+NOTE = """
+import json, os, sys
+from pathlib import Path
+folder = Path(os.environ["WEIGHTYARD_PATH"])
+note = {name: os.environ[f"WEIGHTYARD_{name}"] for name in ("REF", "VERSION", "DIGEST")}
+note["files"] = sorted(file.name for file in folder.iterdir())
+with open(sys.argv[1], "a") as out:
+    out.write(json.dumps(note) + "\\n")
+sys.exit(3)
+"""
+
+
+def eventually(is_so: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not is_so():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_command_runs_at_every_move_even_if_it_fails_until_the_end(
+    cli: Cli, base: Path, tuned: Path, tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    script, notes = tmp_path / "note.py", tmp_path / "notes"
+    script.write_text(NOTE)
+    notes.write_text("")
+    line = f"{sys.executable} {script} {notes}"
+    following = subprocess.Popen(
+        cli.command("follow", PROD, "--exec", line, "--poll", "0.1"), stderr=-1, text=True
+    )
+    cli.ok("push", base, BERT, "--alias", "prod")
+    eventually(lambda: notes.read_text().count("\n") == 1)
+    cli.ok("push", tuned, BERT, "--alias", "prod")
+    eventually(lambda: notes.read_text().count("\n") == 2)
+    following.send_signal(number)
+    _, err = following.communicate(timeout=30)
+    assert following.returncode == code, err
+    assert "Traceback" not in err
+    assert "ended with 3" in err
+    told = [json.loads(note) for note in notes.read_text().splitlines()]
+    assert [note["REF"] for note in told] == [f"{BERT}@v1", f"{BERT}@v2"]
+    assert [note["VERSION"] for note in told] == ["1", "2"]
+    assert told[1]["DIGEST"] == cli.json("show", PROD)["digest"]
+    assert told[1]["files"] == ["config.json", "model.safetensors"]
+
+
+def test_a_command_under_way_ends_with_who_follows(cli: Cli, base: Path, tmp_path: Path) -> None:
+    cli.ok("push", base, BERT, "--alias", "prod")
+    began = tmp_path / "began"
+    sleeper = tmp_path / "sleeper.py"
+    sleeper.write_text(
+        "import os, sys, time\nopen(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(600)"
+    )
+    line = f"{sys.executable} {sleeper} {began}"
+    following = subprocess.Popen(cli.command("follow", PROD, "--exec", line, "--no-snapshot"))
+    eventually(lambda: began.exists() and began.read_text())
+    following.terminate()
+    assert following.wait(30) == 143
+    assert not Path(f"/proc/{began.read_text()}").exists()
+
+
+def test_once_ends_with_the_exit_code_of_the_command(cli: Cli, base: Path) -> None:
+    cli.ok("push", base, BERT, "--alias", "prod")
+    ran = cli("follow", PROD, "--exec", "false", "--once", "--no-snapshot", "--json")
+    assert ran.code == 1
+    told = json.loads(ran.out)
+    assert (told["ref"], told["exit_code"], told["path"]) == (f"{BERT}@v1", 1, None)
+
+
+@pytest.mark.parametrize("line", ["", "no-such-program-here", "'"])
+def test_a_command_that_cannot_run_is_refused_at_once(cli: Cli, line: str) -> None:
+    assert "--exec" in cli.refused(2, "follow", PROD, "--exec", line)

@@ -1,0 +1,68 @@
+"""Yards and models for the tests of the loader."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from weightyard.settings import Settings
+from weightyard.yard import Yard, open_yard
+
+BERT = "team/bert"
+
+
+@contextmanager
+def yard_in(folder: Path, url: str | None = None, **settings: object) -> Iterator[Yard]:
+    """A yard with nothing of this machine's in it: home and cache are in the folder."""
+    given = Settings(home=folder / "home", cache=folder / "cache", **settings)
+    with open_yard(url or str(folder / "store"), settings=given) as yard:
+        yield yard
+
+
+def noise(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    """Weights as a trained model has them."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).mul_(0.02).to(dtype)
+
+
+def saved(file: Path, tensors: Mapping[str, torch.Tensor], **metadata: str) -> Path:
+    """A safetensors file; its folder is made."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    save_file(dict(tensors), file, metadata or None)
+    return file
+
+
+def sharded(folder: Path, *shards: Mapping[str, torch.Tensor]) -> Path:
+    """A model of several files and the index that names them."""
+    weight_map = {}
+    for number, tensors in enumerate(shards, 1):
+        path = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        saved(folder / path, tensors)
+        weight_map |= dict.fromkeys(tensors, path)
+    index = {"metadata": {"total_size": 1}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def same(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> bool:
+    """Whether both have the same tensors, bit for bit."""
+    return left.keys() == right.keys() and all(
+        left[name].dtype == right[name].dtype
+        and left[name].shape == right[name].shape
+        and torch.equal(bits(left[name]), bits(right[name]))
+        for name in left
+    )
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def our_threads() -> list[str]:
+    return [one.name for one in threading.enumerate() if one.name.startswith("weightyard")]

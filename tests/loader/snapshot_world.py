@@ -1,0 +1,58 @@
+"""What the tests of snapshots have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.numpy
+
+from weightyard.settings import Settings
+from weightyard.yard import Yard, open_yard
+
+BERT = "team/bert"
+
+
+def settings_in(folder: Path, **more: Any) -> Settings:
+    """Of a node whose home and cache are below a folder."""
+    return Settings(home=folder / "home", cache=folder / "cache", deadline_s=5.0, **more)
+
+
+def yard_in(folder: Path, **more: Any) -> Yard:
+    """An embedded yard below a folder."""
+    return open_yard(str(folder / "store"), settings=settings_in(folder, **more))
+
+
+def write_model(folder: Path, *seeds: int, elements: int = 50_000) -> Path:
+    """A model of as many shards as there are seeds, and a config."""
+    folder.mkdir(parents=True)
+    for number, seed in enumerate(seeds):
+        values = np.random.default_rng(seed).normal(0, 0.02, elements).astype("<f4")
+        (folder / "shards").mkdir(exist_ok=True)
+        safetensors.numpy.save_file(
+            {f"layer{number}.weight": values, f"layer{number}.bias": values[:7]},
+            folder / "shards" / f"model-{number}.safetensors",
+        )
+    (folder / "config.json").write_text('{"layers": 2}')
+    return folder
+
+
+def content(folder: Path) -> Mapping[str, bytes]:
+    """Every file of a folder, by its path."""
+    return {
+        file.relative_to(folder).as_posix(): file.read_bytes()
+        for file in sorted(folder.rglob("*"))
+        if not file.is_dir()
+    }
+
+
+def leftovers(cache: Path) -> list[str]:
+    """What lies in the folders of things being made or removed."""
+    root = cache / "snapshots"
+    return [
+        str(file.relative_to(root))
+        for name in (".building", ".going")
+        for file in (root / name).glob("*")
+    ]

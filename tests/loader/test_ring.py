@@ -1,0 +1,243 @@
+"""Placing on a device, proved with one that copies late and spoils what is used too early."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loader_world import BERT, noise, our_threads, same, yard_in
+
+from weightyard.errors import StoreUnavailable
+from weightyard.format.block import MIB
+from weightyard.loader.asked import Asked
+from weightyard.loader.batches import one_by_one
+from weightyard.loader.load import plan
+from weightyard.loader.ring import RingPlacer
+from weightyard.loader.stored import StoreOrigin
+from weightyard.yard import Yard
+
+STATE = {
+    "a.long": noise(4096, 2048),
+    "b.small": noise(7, 3, seed=1),
+    "c.scalar": torch.tensor(1.25),
+    "d.empty": torch.empty(0, 2),
+    "e.mask": torch.tensor([True, False, True]),
+    **{f"layers.{number}": noise(512, 1024, seed=number) for number in range(12)},
+}
+
+
+class LateMark:
+    def __init__(self, device: LateDevice, number: int) -> None:
+        self._device = device
+        self._number = number
+
+    def wait(self) -> None:
+        self._device.reach(self._number)
+
+
+class LateDevice:
+    """Host memory that behaves as a device: copies wait in a queue until somebody waits for them.
+
+    Nothing is copied before it must be, so a slab filled again too early, or a tensor handed over
+    before its copies are done, has the wrong bytes. A slab is spoiled once its copies are done:
+    bytes that were to stay there would be wrong.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._queue: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._done = 0
+        self.slabs: list[torch.Tensor] = []
+        self.waited = 0
+        self.is_finished = False
+
+    def slab(self, length: int) -> torch.Tensor:
+        self.slabs.append(torch.full((length,), 0xEE, dtype=torch.uint8))
+        return self.slabs[-1]
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        made = torch.empty(shape, dtype=dtype)
+        made.reshape(-1).view(torch.uint8).fill_(0xDD)
+        return made
+
+    def follow(self) -> None:
+        pass
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        with self._lock:
+            self._queue.append((into, source))
+
+    def mark(self) -> LateMark:
+        with self._lock:
+            return LateMark(self, len(self._queue))
+
+    def hand_over(self) -> None:
+        self.reach(self.mark()._number)
+
+    def finish(self) -> None:
+        self.hand_over()
+        self.is_finished = True
+
+    def reach(self, number: int) -> None:
+        with self._lock:
+            self.waited += number > self._done
+            for into, source in self._queue[self._done : number]:
+                into.copy_(source)
+                source.fill_(0xEE)
+            self._done = max(self._done, number)
+
+
+@pytest.fixture(scope="module")
+def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
+    with yard_in(tmp_path_factory.mktemp("ring")) as opened:
+        opened.push(STATE, BERT)
+        yield opened
+
+
+def _loaded(
+    yard: Yard,
+    device: LateDevice,
+    asked: Asked | None = None,
+    *,
+    placer: type[RingPlacer] = RingPlacer,
+    targets: dict[str, torch.Tensor] | None = None,
+    slab_bytes: int = 2 * MIB,
+    slow_s: float = 0,
+) -> dict[str, torch.Tensor]:
+    asked = asked or Asked()
+    origin = yard._origin(BERT, asked, cache=False)
+    assert isinstance(origin, StoreOrigin)
+    plans = plan(origin, asked)
+    by_number = {
+        number: targets[one.name]
+        for number, one in enumerate(plans)
+        if targets is not None and one.name in targets
+    }
+    placed = placer(
+        plans,
+        origin.tally,
+        device,
+        dtype=asked.torch_dtype,
+        targets=by_number,
+        slab_bytes=slab_bytes,
+        slabs=2,
+    )
+    found = {}
+    for one, tensor in origin.place_all(
+        plans, asked, one_by_one(plans, slab_bytes), placed, 8 * MIB
+    ):
+        found[one.name] = tensor if targets else tensor.clone()  # as it is when it is handed over
+        time.sleep(slow_s)
+    return found
+
+
+def test_tensors_arrive_whole_through_slabs_smaller_than_they_are(yard: Yard) -> None:
+    device = LateDevice()
+    assert same(_loaded(yard, device), STATE)
+    assert [one.nbytes for one in device.slabs] == [2 * MIB] * 2
+    assert device.waited > 5
+    assert our_threads() == []
+
+
+def test_a_slow_caller_changes_nothing(yard: Yard) -> None:
+    assert same(_loaded(yard, LateDevice(), slow_s=0.01), STATE)
+
+
+def test_the_device_notices_a_slab_that_is_used_too_early(yard: Yard) -> None:
+    """The proof proves something: without the wait for the copies, bytes are wrong."""
+
+    class Hasty(RingPlacer):
+        @contextmanager
+        def _slab(self) -> Iterator[Any]:
+            slab = self._free.get()
+            try:
+                yield slab
+            finally:
+                self._free.put(slab)
+
+    assert not same(_loaded(yard, LateDevice(), placer=Hasty), STATE)
+
+
+def test_the_device_notices_a_tensor_handed_over_too_early(yard: Yard) -> None:
+    device = LateDevice()
+    seen: list[bool] = []
+
+    class Early(RingPlacer):
+        def finish(self, number: int) -> torch.Tensor:
+            seen.append(bool((self._tensors[number].reshape(-1).view(torch.uint8) == 0xDD).all()))
+            return super().finish(number)
+
+    assert same(_loaded(yard, device, placer=Early), STATE)
+    assert any(seen)
+
+
+def test_slices_and_casts_arrive_too(yard: Yard) -> None:
+    asked = Asked(tensors=["a.*", "e.*", "layers.3"], dtype="float32",
+                  slices={"a.*": (slice(None), slice(5, 9)), "layers.*": slice(7, 9)})  # fmt: skip
+    assert same(
+        _loaded(yard, LateDevice(), asked),
+        {
+            "a.long": STATE["a.long"][:, 5:9].float(),
+            "e.mask": STATE["e.mask"],
+            "layers.3": STATE["layers.3"][7:9].float(),
+        },
+    )
+
+
+def test_targets_are_filled_where_they_are_also_of_another_dtype(yard: Yard) -> None:
+    targets = {
+        "a.long": torch.zeros(4096, 2048, dtype=torch.bfloat16),
+        "b.small": torch.zeros(7, 3, dtype=torch.float32),
+        "layers.1": torch.zeros(1024, 512, dtype=torch.bfloat16).t(),
+    }
+    asked = Asked(tensors=list(targets))
+    found = _loaded(yard, LateDevice(), asked, targets=targets)
+    assert all(found[name] is targets[name] for name in targets)
+    assert same(
+        targets,
+        {
+            "a.long": STATE["a.long"],
+            "b.small": STATE["b.small"].float(),
+            "layers.1": STATE["layers.1"],
+        },
+    )
+
+
+def test_after_a_failure_nothing_is_copied_any_more(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = LateDevice()
+    read = type(yard.store).read
+    calls = iter(range(1000))
+
+    def failing(store: Any, location: Any, reads: Iterable[Any], **options: Any) -> Any:
+        if "packs/" in location.path.text and next(calls) > 1:
+            raise StoreUnavailable("injected")
+        return read(store, location, list(reads), **options)
+
+    monkeypatch.setattr(type(yard.store), "read", failing)
+    with pytest.raises(StoreUnavailable):
+        _loaded(yard, device)
+    assert device.is_finished
+    assert device._done == len(device._queue)
+    assert our_threads() == []
+
+
+def test_one_that_is_left_early_leaves_no_thread_waiting_for_a_slab(
+    yard: Yard, tmp_path: Path
+) -> None:
+    asked = Asked()
+    origin = yard._origin(BERT, asked, cache=False)
+    assert isinstance(origin, StoreOrigin)
+    plans = plan(origin, asked)
+    placer = RingPlacer(plans, origin.tally, LateDevice(), slab_bytes=MIB, slabs=2)
+    tensors = origin.place_all(plans, asked, one_by_one(plans, MIB), placer, 8 * MIB)
+    next(tensors)
+    tensors.close()  # type: ignore[attr-defined]
+    assert our_threads() == []

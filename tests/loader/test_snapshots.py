@@ -1,0 +1,495 @@
+"""Snapshots: a version's real files on this node, made once and mapped by everyone after."""
+
+from __future__ import annotations
+
+import logging
+import os
+import resource
+import stat
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from snapshot_world import BERT, content, leftovers, settings_in, write_model, yard_in
+
+from weightyard.errors import (
+    NoSuchThing,
+    NotAllowed,
+    Protected,
+    StoreFull,
+    Unsupported,
+)
+from weightyard.loader.locks import Lock
+from weightyard.loader.snapshot import Place
+from weightyard.loader.snapshots import Snapshots, open_snapshot
+from weightyard.names import Digest, Ref
+from weightyard.registry.collect import GcOptions
+from weightyard.testing.cluster import MiniCluster
+from weightyard.yard import Yard, open_yard
+
+
+@pytest.fixture
+def yard(tmp_path: Path) -> Iterator[Yard]:
+    with yard_in(tmp_path) as opened:
+        yield opened
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return write_model(tmp_path / "model", 1, 2)
+
+
+def push(yard: Yard, model: Path) -> Digest:
+    return Digest(yard.push(model, BERT, alias="prod").digest)
+
+
+def test_a_snapshot_has_the_versions_files_bit_for_bit_and_nothing_else(
+    yard: Yard, model: Path, tmp_path: Path
+) -> None:
+    digest = push(yard, model)
+    path = yard.snapshot(f"{BERT}@prod")
+    assert path == tmp_path / "cache" / "snapshots" / digest.hex
+    assert content(path) == content(model)
+    assert leftovers(tmp_path / "cache") == []
+
+
+def test_a_second_snapshot_reads_nothing_from_the_store(yard: Yard, model: Path) -> None:
+    push(yard, model)
+    path = yard.snapshot(BERT)
+    for pack in Path(yard.store.url.removeprefix("file://")).rglob("packs/*/*"):
+        pack.unlink()
+    assert yard.snapshot(BERT) == path
+
+
+def test_a_snapshot_is_private_to_its_user_and_its_files_are_not_writable(
+    yard: Yard, model: Path
+) -> None:
+    push(yard, model)
+    path = yard.snapshot(BERT)
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o700
+    assert stat.S_IMODE((path / "config.json").stat().st_mode) == 0o400
+
+
+def test_only_the_files_that_fit_are_in_a_snapshot_of_some(yard: Yard, model: Path) -> None:
+    push(yard, model)
+    some = yard.snapshot(BERT, include=["*.json", "shards/*"], exclude=["*-1.safetensors"])
+    assert set(content(some)) == {"config.json", "shards/model-0.safetensors"}
+    whole = yard.snapshot(BERT)
+    assert content(whole) == content(model)
+    assert set(content(some)) == {"config.json", "shards/model-0.safetensors"}, "left as it was"
+    assert yard.snapshot(BERT, exclude=["*.nothing"]) == whole, "everything, by another name"
+    with pytest.raises(NoSuchThing, match=r"config\.json"):
+        yard.snapshot(BERT, include=["*.bin"])
+
+
+def test_a_new_version_costs_only_the_shard_that_changed(
+    yard: Yard, model: Path, tmp_path: Path
+) -> None:
+    push(yard, model)
+    first = yard.snapshot(BERT)
+    used_bytes = yard.snapshots.used_bytes()
+    push(yard, write_model(tmp_path / "tuned", 1, 3))
+    second = yard.snapshot(BERT)
+    assert content(second) == content(tmp_path / "tuned")
+    same, changed = "shards/model-0.safetensors", "shards/model-1.safetensors"
+    assert (first / same).samefile(second / same)
+    assert not (first / changed).samefile(second / changed)
+    grown_bytes = yard.snapshots.used_bytes() - used_bytes
+    assert grown_bytes < 1.2 * (second / changed).stat().st_size
+
+
+def test_a_shared_file_that_was_damaged_is_fetched_not_linked(
+    yard: Yard, model: Path, tmp_path: Path
+) -> None:
+    push(yard, model)
+    damage(yard.snapshot(BERT) / "shards" / "model-0.safetensors")
+    push(yard, write_model(tmp_path / "tuned", 1, 3))
+    assert content(yard.snapshot(BERT)) == content(tmp_path / "tuned")
+
+
+def damage(file: Path) -> None:
+    """Change a byte, not the time: as a disk does."""
+    before = file.stat()
+    file.chmod(0o600)
+    with file.open("r+b") as opened:
+        opened.seek(before.st_size // 2)
+        byte = opened.read(1)
+        opened.seek(before.st_size // 2)
+        opened.write(bytes([byte[0] ^ 1]))
+    file.chmod(0o400)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_state_dict_becomes_a_safetensors_file_that_safetensors_reads(yard: Yard) -> None:
+    torch = pytest.importorskip("torch")
+    import safetensors.torch
+
+    embedding = torch.randn(300, 40, dtype=torch.bfloat16)
+    state = {
+        "embed": embedding,
+        "head": embedding,
+        "odd": torch.arange(7, dtype=torch.uint8),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+        "big": torch.randn(1000, 1000),
+    }
+    yard.push(state, BERT)
+    path = yard.snapshot(BERT)
+    assert set(content(path)) == {"model.safetensors"}
+    read = safetensors.torch.load_file(path / "model.safetensors")
+    assert set(read) == set(state) - {"head"}, "a tied tensor is there once, as save_model does it"
+    assert all(torch.equal(read[name], state[name]) for name in read)
+    mapped = open_snapshot(path)
+    assert set(mapped) == set(state)
+    assert mapped["head"].data_ptr() == mapped["embed"].data_ptr()
+    assert all(torch.equal(mapped[name], state[name]) for name in state)
+    assert all(mapped[name].data_ptr() % mapped[name].element_size() == 0 for name in state)
+
+
+def test_a_state_dict_of_shards_becomes_one_file(tmp_path: Path) -> None:
+    from weightyard.format.assembly import manifest_of
+    from weightyard.format.block import MIB
+    from weightyard.format.dtypes import DType
+    from weightyard.format.splitting import BoxShape, StateTensor, split_state
+    from weightyard.names import ModelName
+    from weightyard.records import Publication
+    from weightyard.transfer.publish import publish
+    from weightyard.transfer.source import MemorySource
+    from weightyard.transfer.writer import Content, Writer
+
+    whole = np.random.default_rng(0).normal(size=(600, 500)).astype("<f4")
+    with yard_in(tmp_path) as yard:
+        upload = yard.catalogue.open_upload(ModelName.parse(BERT), Publication())
+        splits, sources = [], []
+        for rows in (slice(0, 400), slice(400, 600)):  # as four ranks of a 2 × 2 mesh save it
+            for columns in (slice(0, 123), slice(123, 500)):
+                part = np.ascontiguousarray(whole[rows, columns])
+                box = BoxShape((rows.start, columns.start), part.shape)
+                tensor = StateTensor("w", DType.F32, whole.shape, boxes=(box,))
+                splits.append(split_state([tensor], MIB))
+                sources.append([MemorySource(part.data)])
+        contents = [Content(split, source) for split, source in zip(splits, sources, strict=True)]
+        blocks = Writer(yard.store, upload).write(contents)
+        publish(yard.store, upload, manifest_of(splits, blocks), Publication(), "k" * 32)
+        import safetensors.numpy
+
+        read = safetensors.numpy.load_file(yard.snapshot(BERT) / "model.safetensors")
+    assert np.array_equal(read["w"], whole)
+
+
+def test_a_state_dict_that_safetensors_cannot_hold_is_refused_by_name(yard: Yard) -> None:
+    yard.push({"wave": np.ones(4, np.complex128)}, BERT)
+    with pytest.raises(Unsupported, match="wave"):
+        yard.snapshot(BERT)
+
+
+def test_what_is_done_to_a_mapped_tensor_never_reaches_the_file(yard: Yard, model: Path) -> None:
+    pytest.importorskip("torch")
+    push(yard, model)
+    path = yard.snapshot(BERT)
+    tensors = open_snapshot(path)
+    for tensor in tensors.values():
+        tensor.zero_()
+    assert content(path) == content(model)
+    assert open_snapshot(path)["layer0.weight"].abs().sum() > 0, "nor another mapping"
+
+
+def test_a_mapped_snapshot_outlives_its_removal(yard: Yard, model: Path) -> None:
+    torch = pytest.importorskip("torch")
+    digest = push(yard, model)
+    path = yard.snapshot(BERT)
+    expected = {name: tensor.clone() for name, tensor in open_snapshot(path).items()}
+    mapped = open_snapshot(path)
+    yard.snapshots.remove(Place.of(yard.snapshots.root, digest))
+    assert not path.exists()
+    assert all(torch.equal(mapped[name], expected[name]) for name in expected)
+    assert content(yard.snapshot(BERT)) == content(model), "and it can be made again meanwhile"
+
+
+def test_a_folder_removed_by_hand_while_in_use_is_made_again(yard: Yard, model: Path) -> None:
+    push(yard, model)
+    path = yard.snapshot(BERT)
+    path.rename(path.with_name("elsewhere"))
+    assert content(yard.snapshot(BERT)) == content(model)
+
+
+def test_the_least_recently_used_goes_first_and_what_is_in_use_stays(tmp_path: Path) -> None:
+    size = 3 * 4 * 50_000
+    paths = {}
+    with yard_in(tmp_path) as yard:
+        for number in (1, 2, 3, 4):
+            name = f"team/m{number}"
+            yard.push(write_model(tmp_path / str(number), 10 * number, 10 * number + 1), name)
+    for number in (1, 2, 3):
+        with yard_in(tmp_path) as yard:
+            paths[number] = yard.snapshot(f"team/m{number}")
+        lock = Place(paths[number].parent, paths[number].name).lock
+        os.utime(lock, (time.time() - 1000 + number, time.time() - 1000 + number))
+    with yard_in(tmp_path) as holder:
+        os_time = time.time() - 2000
+        held = holder.snapshots.find(Digest(paths[1].name))
+        assert held is not None
+        os.utime(Place(paths[1].parent, paths[1].name).lock, (os_time, os_time))
+        with yard_in(tmp_path, cache_max=int(2.5 * size)) as yard:
+            paths[4] = yard.snapshot("team/m4")
+            kept = {number for number, path in paths.items() if path.exists()}
+            assert kept == {1, 3, 4}, "1 is in use, 2 was used least recently"
+        held.close()
+
+
+def test_a_snapshot_over_the_bound_is_refused_and_evicts_nothing(
+    model: Path, tmp_path: Path
+) -> None:
+    small = write_model(tmp_path / "small", 9, elements=100)
+    with yard_in(tmp_path) as yard:
+        yard.push(small, "team/small")
+        kept = yard.snapshot("team/small")
+    with yard_in(tmp_path, cache_max=100_000) as yard:
+        push(yard, model)
+        with pytest.raises(StoreFull, match="WEIGHTYARD_CACHE_MAX"):
+            yard.snapshot(BERT)
+        assert kept.exists()
+    assert leftovers(tmp_path / "cache") == []
+
+
+def test_a_full_disk_is_said_and_leaves_nothing(yard: Yard, model: Path, tmp_path: Path) -> None:
+    push(yard, model)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    try:
+        with pytest.raises(StoreFull, match="too large"):
+            yard.snapshot(BERT)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert leftovers(tmp_path / "cache") == []
+    assert yard.snapshots.listed() == []
+    assert content(yard.snapshot(BERT)) == content(model)
+
+
+def test_a_damaged_byte_is_found_set_aside_and_said(
+    yard: Yard, model: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    digest = push(yard, model)
+    path = yard.snapshot(BERT)
+    damage(path / "shards" / "model-1.safetensors")
+    found = yard.snapshots.find(digest)
+    assert found is not None
+    with caplog.at_level(logging.WARNING):
+        assert found.verify() == ["shards/model-1.safetensors"]
+    assert "snapshot.damaged" in caplog.text
+    assert yard.snapshots.find(digest) is None
+    assert content(yard.snapshot(BERT)) == content(model), "made again from the store"
+
+
+def test_a_mapped_load_verifies_in_the_background_at_most_once_a_day(
+    yard: Yard, model: Path
+) -> None:
+    digest = push(yard, model)
+    path = yard.snapshot(BERT)
+    found = yard.snapshots.find(digest)
+    assert found is not None
+    assert found.recheck() is None, "it was just made"
+    checked = Place(path.parent, path.name).checked
+    os.utime(checked, (0, 0))
+    first, second = found.recheck(), found.recheck()
+    assert first is not None
+    first.join(20)
+    assert second is None
+    assert time.time() - checked.stat().st_mtime < 60
+    assert found.recheck() is None
+    damage(path / "config.json")
+    os.utime(checked, (0, 0))
+    again = found.recheck()
+    assert again is not None
+    again.join(20)
+    assert not path.exists()
+
+
+@pytest.mark.parametrize("what", ["truncated", "link", "gone"])
+def test_a_file_that_is_not_as_it_was_made_is_noticed_before_it_is_mapped(
+    yard: Yard, model: Path, tmp_path: Path, what: str
+) -> None:
+    digest = push(yard, model)
+    path = yard.snapshot(BERT)
+    file = path / "config.json"
+    if what == "truncated":
+        file.chmod(0o600)
+        os.truncate(file, 3)
+    else:
+        file.unlink()
+    if what == "link":
+        (tmp_path / "evil").write_bytes((model / "config.json").read_bytes())
+        file.symlink_to(tmp_path / "evil")
+    assert yard.snapshots.find(digest) is None
+    assert content(yard.snapshot(BERT)) == content(model)
+
+
+def test_a_cache_that_is_a_link_or_of_someone_else_is_refused(
+    yard: Yard, model: Path, tmp_path: Path
+) -> None:
+    digest = push(yard, model)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "cache").mkdir(exist_ok=True)
+    root = tmp_path / "cache" / "snapshots"
+    root.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(NotAllowed, match="WEIGHTYARD_CACHE"):
+        yard.snapshot(BERT)
+    root.unlink()
+    if os.geteuid() == 0:
+        root.mkdir()
+        os.chown(root, 12345, 12345)
+        with pytest.raises(NotAllowed, match="12345"):
+            yard.snapshot(BERT)
+        root.rmdir()
+    (tmp_path / "cache").chmod(0o777)
+    with pytest.raises(NotAllowed, match="every user"):
+        yard.snapshot(BERT)
+    (tmp_path / "cache").chmod(0o700)
+    assert Place.of(root, digest).folder == yard.snapshot(BERT)
+
+
+def test_a_hostile_record_is_no_snapshot(yard: Yard, model: Path, tmp_path: Path) -> None:
+    digest = push(yard, model)
+    path = yard.snapshot(BERT)
+    place = Place(path.parent, path.name)
+    good = place.record_file.read_bytes()
+    for bad in (b"", b"{", good.replace(b"config.json", b"../../../x"), b"[" * 100_000):
+        place.record_file.write_bytes(bad)
+        assert place.read_record() is None
+        assert yard.snapshots.find(digest) is None
+    place.record_file.unlink()
+    place.record_file.symlink_to(tmp_path / "model" / "config.json")
+    assert yard.snapshots.find(digest) is None
+    place.record_file.unlink()
+    assert content(yard.snapshot(BERT)) == content(model)
+
+
+def test_while_it_is_made_the_versions_bytes_are_held(yard: Yard, model: Path) -> None:
+    push(yard, model)
+    seen: list[str] = []
+
+    def look(done_bytes: int) -> None:
+        yard.catalogue.remove(Ref.parse(BERT)) if not seen else None
+        report = yard.registry.gc(yard.store, _no_grace())
+        seen.append(str(report.packs_deleted))
+
+    yard.set_alias(BERT, "prod", None)
+    path = yard.snapshot(BERT, progress=look)
+    assert seen
+    assert set(seen) == {"0"}
+    assert content(path) == content(model)
+    gone = [yard.registry.gc(yard.store, _no_grace()).packs_deleted for _ in range(2)]
+    assert sum(gone), "held no longer than needed"
+
+
+def _no_grace() -> GcOptions:
+    return GcOptions(grace_s=0.0, unsafe_grace=True, embedded=True, min_replicas=1)
+
+
+def test_a_maker_that_hangs_is_named_and_not_waited_for_forever(
+    yard: Yard, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from weightyard.errors import DeadlineExceeded
+    from weightyard.loader import snapshots as module
+
+    digest = push(yard, model)
+    yard.snapshot(BERT)
+    place = Place.of(yard.snapshots.root, digest)
+    yard.snapshots.remove(place)
+    monkeypatch.setattr(module, "PATIENCE_S", 0.5)
+    with Lock.wait(place.lock, 1) as held:
+        held.write("process 4711")
+        with pytest.raises(DeadlineExceeded, match="process 4711"):
+            yard.snapshot(BERT)
+        path = place.folder
+        path.mkdir()
+        with pytest.raises(Protected, match="process 4711"):
+            yard.snapshots.remove(place)
+    assert content(yard.snapshot(BERT)) == content(model)
+
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from snapshot_world import yard_in
+with yard_in(Path({folder!r})) as yard:
+    print("ready", flush=True)
+    sys.stdin.readline()
+    made = []
+    path = yard.snapshot("team/bert", progress=lambda done: (made.append(done), time.sleep(0.2)))
+    print(len(made), path, flush=True)
+"""
+
+
+def test_processes_that_want_the_same_at_once_make_it_once(
+    yard: Yard, model: Path, tmp_path: Path
+) -> None:
+    push(yard, model)
+    script = BUILDER.format(tests=str(Path(__file__).parent), folder=str(tmp_path))
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    for process in running:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in running:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    said = [process.communicate(timeout=60)[0].split() for process in running]
+    assert sorted(int(made) > 0 for made, _ in said) == [False, False, True]
+    (path,) = {Path(path) for _, path in said}
+    assert content(path) == content(model)
+
+
+def test_a_pull_does_not_need_the_cache_and_does_not_change_it(
+    yard: Yard, model: Path, tmp_path: Path
+) -> None:
+    push(yard, model)
+    path = yard.snapshot(BERT)
+    yard.pull(BERT, tmp_path / "out")
+    assert content(tmp_path / "out") == content(path)
+    assert yard.snapshot(BERT) == path
+
+
+def test_the_bound_may_be_written_as_people_write_it() -> None:
+    assert settings_in(Path("/x"), cache_max="200G").cache_max == 200 << 30
+    assert settings_in(Path("/x"), cache_max="1.5TiB").cache_max == int(1.5 * (1 << 40))
+    assert settings_in(Path("/x"), cache_max="1000").cache_max == 1000
+    from weightyard.errors import BadSetting
+
+    for bad in ("much", "-1", "1e9", "5X"):
+        with pytest.raises(BadSetting, match="CACHE_MAX"):
+            settings_in(Path("/x"), cache_max=bad)
+
+
+def test_without_a_bound_half_of_what_would_be_free_may_be_used(tmp_path: Path) -> None:
+    tmp_path.joinpath("snapshots").mkdir()
+    snapshots = Snapshots(tmp_path)
+    import shutil
+
+    free = shutil.disk_usage(tmp_path).free
+    assert snapshots.limit_bytes(1 << 30) == pytest.approx((free + (1 << 30)) / 2, rel=0.05)
+
+
+@pytest.mark.cluster
+def test_a_snapshot_of_a_model_in_hdfs_needs_no_hdfs_afterwards(
+    cluster: MiniCluster, model: Path, tmp_path: Path
+) -> None:
+    url = f"{cluster.fresh_dir()}/yard"
+    settings = settings_in(tmp_path, hadoop_conf_dir=cluster.conf_dir)
+    with open_yard(url, settings=settings) as yard:
+        yard.push(model, BERT, alias="prod")
+        path = yard.snapshot(f"{BERT}@prod")
+        assert content(path) == content(model)
+    with open_yard(url, settings=settings_in(tmp_path, offline=True)) as yard:
+        assert yard.snapshot(f"{BERT}@prod") == path

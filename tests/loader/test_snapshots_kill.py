@@ -1,0 +1,72 @@
+"""Processes that make a snapshot are killed, for real, at every kind of moment."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from snapshot_world import BERT, content, leftovers, write_model, yard_in
+
+HERE = Path(__file__).parent
+
+BUILDER = """
+import sys, time
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from snapshot_world import yard_in
+with yard_in(Path({folder!r})) as yard:
+    print("ready", flush=True)
+    yard.snapshot("team/bert", progress=lambda done: (print("at it", flush=True), time.sleep({s})))
+"""
+
+
+def builder(folder: Path, pause_s: int) -> subprocess.Popen[str]:
+    """A process that makes the snapshot, and pauses after each piece of it."""
+    script = BUILDER.format(tests=str(HERE), folder=str(folder), s=pause_s)
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def test_a_kill_at_any_moment_leaves_nothing_half_visible_and_nothing_behind(
+    tmp_path: Path,
+) -> None:
+    model = write_model(tmp_path / "model", 1, elements=1000)
+    with yard_in(tmp_path) as yard:
+        yard.push(model, BERT)
+    done = subprocess.run(
+        [sys.executable, HERE / "snapshot_crashes.py", tmp_path, model, "4"],
+        capture_output=True,
+        text=True,
+        timeout=170,
+    )
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["events"] > 30
+    assert said["killed"] >= said["events"] // 4 - 2
+
+
+def test_whoever_waits_takes_over_when_the_maker_dies(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "model", 1, 2)
+    with yard_in(tmp_path) as yard:
+        yard.push(model, BERT)
+        first = builder(tmp_path, 300)
+        assert first.stdout is not None
+        assert first.stdout.readline() == "at it\n"
+        assert len(leftovers(tmp_path / "cache")) == 1
+        second = builder(tmp_path, 0)
+        time.sleep(1)
+        assert second.poll() is None, "it waits for the one who is at it"
+        os.kill(first.pid, signal.SIGKILL)
+        first.communicate()
+        said, _ = second.communicate(timeout=90)
+        assert "at it" in said
+        assert second.returncode == 0
+        assert content(yard.snapshot(BERT)) == content(model)
+        assert leftovers(tmp_path / "cache") == []

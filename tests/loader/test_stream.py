@@ -1,0 +1,220 @@
+"""Tensors one after the other, while the next ones are being read."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loader_world import BERT, noise, our_threads, same, yard_in
+
+from weightyard.errors import DeadlineExceeded, NoSuchThing, Refused, StoreUnavailable
+from weightyard.format.block import MIB
+from weightyard.yard import Yard
+
+LAYERS = {f"layers.{number}.w": noise(1024, 2048, seed=number) for number in range(24)}
+
+
+@pytest.fixture(scope="module")
+def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
+    """24 layers of 4 MiB each, stored raw."""
+    with yard_in(tmp_path_factory.mktemp("stream")) as opened:
+        opened.push(LAYERS, BERT, codec="raw")
+        yield opened
+
+
+class Watched:
+    """Counts the bytes a store reads, and can slow it down, as a link would, or fail it."""
+
+    def __init__(self, yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.bytes = 0
+        self.wait_s = 0.0
+        self.bytes_per_s = float("inf")
+        self.fails_after: float = float("inf")
+        self._lock = threading.Lock()
+        read = type(yard.store).read
+
+        def watched(store: Any, location: Any, reads: Any, **options: Any) -> Any:
+            time.sleep(self.wait_s)
+            with self._lock:
+                if (cancel := options.get("cancel")) is not None:
+                    cancel.check("reading")
+                amount = sum(one.into.nbytes for one in reads)
+                time.sleep(amount / self.bytes_per_s)
+                self.bytes += amount
+                if self.bytes > self.fails_after:
+                    raise StoreUnavailable("injected")
+            return read(store, location, reads, **options)
+
+        monkeypatch.setattr(type(yard.store), "read", watched)
+
+
+@pytest.fixture
+def watched(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    return Watched(yard, monkeypatch)
+
+
+def test_tensors_come_in_model_order_and_whole(yard: Yard) -> None:
+    found = list(yard.stream(BERT))
+    assert [name for name, _ in found] == list(LAYERS)  # 2 before 10
+    assert same(dict(found), LAYERS)
+
+
+def test_each_tensor_is_the_caller_s_own(yard: Yard) -> None:
+    kept = []
+    for name, tensor in yard.stream(BERT, ahead_bytes=8 * MIB):
+        tensor += 1
+        kept.append((name, tensor))
+    assert same(dict(kept), {name: one + 1 for name, one in LAYERS.items()})
+
+
+def test_the_first_tensor_is_there_long_before_the_last(yard: Yard, watched: Watched) -> None:
+    watched.bytes_per_s = 60 * MIB
+    began = time.monotonic()
+    stream = yard.stream(BERT)
+    next(stream)
+    first_s = time.monotonic() - began
+    for _ in stream:
+        pass
+    assert first_s < (time.monotonic() - began) / 2
+
+
+def test_no_more_is_read_ahead_than_the_budget(yard: Yard, watched: Watched) -> None:
+    stream = yard.stream(BERT, ahead_bytes=16 * MIB)
+    for number, _ in enumerate(stream, 1):
+        time.sleep(0.1 if number in (1, 8) else 0)
+        assert watched.bytes <= number * 4 * MIB + 16 * MIB
+    assert watched.bytes >= sum(one.nbytes for one in LAYERS.values())
+
+
+def test_what_comes_next_is_read_while_the_caller_works(yard: Yard, watched: Watched) -> None:
+    stream = yard.stream(BERT, ahead_bytes=32 * MIB)
+    next(stream)
+    deadline = time.monotonic() + 20
+    while watched.bytes < 20 * MIB:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    stream.close()  # type: ignore[attr-defined]
+
+
+def _fail_at_the_first(stream: Iterator[tuple[str, torch.Tensor]]) -> None:
+    for _ in stream:
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("how", ["close", "forget", "raise"])
+def test_leaving_a_stream_early_leaves_no_thread(yard: Yard, watched: Watched, how: str) -> None:
+    watched.wait_s = 0.02
+    if how == "raise":
+        with pytest.raises(ZeroDivisionError):
+            _fail_at_the_first(yard.stream(BERT, ahead_bytes=16 * MIB))
+    else:
+        stream = yard.stream(BERT, ahead_bytes=16 * MIB)
+        next(stream)
+        assert our_threads() != []
+        if how == "close":
+            stream.close()  # type: ignore[attr-defined]
+        del stream
+    gc.collect()
+    assert our_threads() == []
+    assert watched.bytes < sum(one.nbytes for one in LAYERS.values())
+
+
+def test_what_is_under_way_is_given_up_when_a_stream_is_left(yard: Yard, watched: Watched) -> None:
+    watched.bytes_per_s = 40 * MIB
+    stream = yard.stream(BERT)
+    next(stream)
+    before = watched.bytes
+    stream.close()  # type: ignore[attr-defined]
+    assert watched.bytes - before <= 20 * MIB  # of the 48 MiB that were being read
+
+
+def test_a_stream_that_is_never_begun_reads_nothing(yard: Yard, watched: Watched) -> None:
+    stream = yard.stream(BERT)
+    assert watched.bytes < MIB  # the manifest
+    del stream
+    assert our_threads() == []
+
+
+def _kept(
+    stream: Iterator[tuple[str, torch.Tensor]], into: dict[str, torch.Tensor], wait_s: float = 0
+) -> dict[str, torch.Tensor]:
+    for name, tensor in stream:
+        into[name] = tensor
+        time.sleep(wait_s)
+    return into
+
+
+def test_what_was_whole_is_given_before_a_failure_and_nothing_after(
+    yard: Yard, watched: Watched
+) -> None:
+    watched.fails_after = 40 * MIB
+    given: dict[str, torch.Tensor] = {}
+    with pytest.raises(StoreUnavailable, match="injected"):
+        _kept(yard.stream(BERT, ahead_bytes=8 * MIB), given)
+    assert 0 < len(given) < 12
+    assert same(given, {name: LAYERS[name] for name in given})
+    assert our_threads() == []
+
+
+def test_what_cannot_be_had_is_said_before_the_first_tensor(yard: Yard) -> None:
+    with pytest.raises(NoSuchThing, match="no tensor fits"):
+        yard.stream(BERT, tensors="q*")
+    with pytest.raises(Refused, match="slice of tensor"):
+        yard.stream(BERT, slices={"*": 5000})
+
+
+def test_a_stream_takes_slices_and_casts(yard: Yard) -> None:
+    found = dict(
+        yard.stream(BERT, tensors="layers.1?.w", slices={"*": slice(0, 9)}, dtype="float32")
+    )
+    assert same(
+        found, {f"layers.{n}.w": LAYERS[f"layers.{n}.w"][:9].float() for n in range(10, 20)}
+    )
+
+
+def test_a_stream_ends_when_its_time_is_up(yard: Yard, watched: Watched) -> None:
+    watched.wait_s = 0.1
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        _kept(yard.stream(BERT, timeout=0.5, ahead_bytes=8 * MIB), {}, wait_s=0.05)
+    assert time.monotonic() - began < 3
+    assert our_threads() == []
+
+
+def test_tied_tensors_come_right_after_each_other(tmp_path: Path) -> None:
+    shared = noise(100, 100)
+    state = {"a.embed": shared, "b": noise(3), "z.head": shared}
+    with yard_in(tmp_path) as yard:
+        yard.push(state, BERT)
+        found = list(yard.stream(BERT))
+    assert [name for name, _ in found] == ["a.embed", "z.head", "b"]
+    assert found[0][1] is found[1][1]
+
+
+def test_a_stream_holds_a_lease_while_it_runs(yard: Yard) -> None:
+    from sqlalchemy import text
+
+    def leases() -> int:
+        with yard.registry.database.engine.connect() as connection:
+            return int(connection.execute(text("SELECT count(*) FROM read_leases")).scalar_one())
+
+    stream = yard.stream(BERT)
+    next(stream)
+    assert leases() == 1
+    stream.close()  # type: ignore[attr-defined]
+    assert leases() == 0
+
+
+def test_a_tensor_longer_than_the_budget_comes_too(tmp_path: Path) -> None:
+    state = {"a": noise(8192, 2048), "b": noise(10)}
+    with yard_in(tmp_path) as yard:
+        yard.push(state, BERT)
+        found = dict(yard.stream(BERT, ahead_bytes=MIB))
+    assert same(found, state)
+    assert torch.equal(found["b"], state["b"])

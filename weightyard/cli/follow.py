@@ -1,0 +1,178 @@
+"""`weightyard follow`: run a command whenever a ref means another version."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from weightyard.cli.session import Session, command
+from weightyard.errors import NoSuchThing, Refused, Unsupported, YardError
+
+if TYPE_CHECKING:
+    from weightyard.records import Version
+    from weightyard.yard import Yard
+
+_STDERR = 2
+
+_PATIENCE_S = 10.0
+"""How long a command may take to end when it is told to."""
+
+
+@command
+def follow(
+    session: Session,
+    ref: Annotated[
+        str, typer.Argument(metavar="REF", help="PROJECT/NAME@ALIAS, or PROJECT/NAME: the newest.")
+    ],
+    exec_: Annotated[
+        str,
+        typer.Option("--exec", metavar="CMD", help="A program and its arguments, for no shell."),
+    ],
+    once: Annotated[
+        bool, typer.Option("--once", help="Run it once, and end with its exit code.")
+    ] = False,
+    poll: Annotated[
+        float | None,
+        typer.Option(
+            metavar="S",
+            min=0.1,
+            max=3600,
+            help="Seconds between questions where no service tells. Default: WEIGHTYARD_POLL_S.",
+        ),
+    ] = None,
+    snapshot: Annotated[
+        bool, typer.Option(help="Have the version's files on this node first.")
+    ] = True,
+) -> None:
+    """Run a command for the version a ref means now, and again whenever it means another one.
+
+    The command finds WEIGHTYARD_REF (such as team/bert@v3), WEIGHTYARD_VERSION (3),
+    WEIGHTYARD_DIGEST and WEIGHTYARD_PATH (a folder with the version's files, which stays until the
+    command has run for a later version) in its environment. It is waited for; if it fails that is
+    said, and the following goes on. Of moves meanwhile only the last counts.
+
+    Examples:
+
+      weightyard follow team/bert@prod --exec 'systemctl reload bert-server'
+
+      weightyard follow team/bert@prod --once --exec ./deploy.sh
+    """
+    words = _words(exec_)
+    poll_s = session.settings().poll_s if poll is None else poll
+    last = ""
+    with session.open() as yard, ExitStack() as in_use:
+        for version in _seen(session, yard, ref, poll_s):
+            if version.ref == last:
+                continue
+            with ExitStack() as taken:
+                found = _found(version)
+                try:
+                    if snapshot:
+                        found |= _files(session, version, taken)
+                except YardError as why:
+                    if once:
+                        raise
+                    session.say(f"{version.ref}: {why}: trying again")
+                    continue
+                code = _run(session, words, version, found)
+                if once:
+                    raise typer.Exit(code)
+                last = version.ref
+                in_use.close()  # the files of the version before
+                in_use.enter_context(taken.pop_all())
+
+
+def _words(line: str) -> list[str]:
+    try:
+        words = shlex.split(line)
+    except ValueError as why:
+        raise Refused(f"--exec {line!r}: {why}") from None
+    if not words or shutil.which(words[0]) is None:
+        raise Refused(f"--exec {line!r}: there is no such program; for a script: --exec 'sh FILE'")
+    return words
+
+
+def _seen(session: Session, yard: Yard, ref: str, poll_s: float) -> Iterator[Version]:
+    """What the ref means, again and again. Raises Refused, but waits for one that means nothing."""
+    from weightyard.names import Ref
+    from weightyard.storage.cancel import Cancel
+
+    told = ""
+    for seen in yard.catalogue.watch(Ref.parse(ref), poll_s=poll_s, stop=Cancel()):
+        if not isinstance(seen, YardError):
+            told = ""
+            yield seen
+        elif isinstance(seen, Refused) and not isinstance(seen, NoSuchThing):
+            raise seen
+        elif told != seen.code:
+            session.say(f"{ref}: {seen}: waiting")
+            told = seen.code
+
+
+def _found(version: Version) -> dict[str, str]:
+    """What the command finds in its environment."""
+    return {
+        "WEIGHTYARD_REF": version.ref,
+        "WEIGHTYARD_VERSION": str(version.number),
+        "WEIGHTYARD_DIGEST": version.digest,
+    }
+
+
+def _files(session: Session, version: Version, taken: ExitStack) -> dict[str, str]:
+    """A snapshot's folder, for as long as `taken` is open; nothing if there can be none."""
+    files = taken.enter_context(session.open())  # a yard gives up its snapshots when it is closed
+    try:
+        return {"WEIGHTYARD_PATH": str(files.snapshot(version.ref))}
+    except Unsupported as why:
+        session.say(f"{version.ref}: {why}: running without WEIGHTYARD_PATH")
+        return {}
+
+
+def _run(session: Session, words: Sequence[str], version: Version, found: Mapping[str, str]) -> int:
+    """Run the command to its end, whichever; ended ourselves, we end it too."""
+    began = time.monotonic()
+    try:
+        process = subprocess.Popen(
+            words,
+            env={**os.environ, **found},
+            stdin=subprocess.DEVNULL,
+            stdout=_STDERR if session.as_json else None,
+        )
+    except OSError as why:
+        raise Refused(f"--exec {words[0]}: {why.strerror}") from None
+    try:
+        code = process.wait()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(_PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    code = code if code >= 0 else 128 - code  # by a signal: as shells tell it
+    seconds = time.monotonic() - began
+    if session.as_json:
+        told = {
+            "ref": version.ref,
+            "version": version.number,
+            "digest": version.digest,
+            "path": found.get("WEIGHTYARD_PATH"),
+            "exit_code": code,
+            "seconds": round(seconds, 3),
+        }
+        sys.stdout.write(json.dumps(told) + "\n")
+        sys.stdout.flush()
+    else:
+        session.say(f"{version.ref}: the command ended with {code} after {seconds:.1f} s")
+    return code

@@ -1,0 +1,61 @@
+"""`weightyard path`: a folder of this node with a version's files, for other programs."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import typer
+
+from weightyard.cli.session import Session, command
+from weightyard.errors import NoSuchThing
+
+
+@command
+def path(
+    session: Session,
+    ref: Annotated[
+        str, typer.Argument(metavar="REF", help="PROJECT/NAME, with @ALIAS, @v3 or @DIGEST.")
+    ],
+    include: Annotated[
+        list[str] | None,
+        typer.Option(metavar="G", help="Only files that fit, such as '*.safetensors'."),
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(metavar="G", help="No files that fit.")
+    ] = None,
+) -> None:
+    """Print the folder with a version's real files on this node; they are fetched if need be.
+
+    The folder is this node's snapshot of the version: do not write into it. It stays until
+    others are needed more (`weightyard cache`).
+
+    Examples:
+
+      vllm serve "$(weightyard path team/bert@prod)"
+
+      weightyard path team/bert@v3 --exclude '*.bin'
+    """
+    from weightyard.cli.refs import resolve
+    from weightyard.loader.snapshot import Place
+
+    began = time.monotonic()
+    with session.open() as yard:
+        with session.progress("Fetching", None) as advance:
+            try:
+                found = yard.snapshot(ref, include=include, exclude=exclude, progress=advance)
+            except NoSuchThing:
+                resolve(yard, ref)  # which says what is near, if it is the ref that leads nowhere
+                raise
+        place = Place.at(found)
+        record = place.read_record() if place is not None else None
+    files = record.files if record is not None else ()
+    result = {
+        "ref": ref,
+        "digest": found.name[:64],
+        "path": str(found),
+        "files": len(files),
+        "bytes": sum(file.bytes for file in files),
+        "seconds": round(time.monotonic() - began, 3),
+    }
+    session.show(result, lambda console: print(found))

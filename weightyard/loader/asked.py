@@ -1,0 +1,66 @@
+"""Asked: what a caller wants of a version, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from weightyard.errors import BadSetting, Unsupported
+from weightyard.format.manifest import TensorEntry
+from weightyard.loader.choosing import by_name
+from weightyard.loader.layouts import is_layout, local_index
+from weightyard.loader.slicing import Index
+from weightyard.storage.deadline import Deadline
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What is wanted of a version, and how."""
+
+    files: str | Sequence[str] | None = None
+    tensors: str | Sequence[str] | None = None
+    slices: Mapping[str, Any] | None = None
+    dtype: Any = None
+    verify: Literal["fast", "full"] = "fast"
+    deadline: Deadline = field(default_factory=lambda: Deadline.after(None))
+    progress: Callable[[int], None] | None = None
+
+    def __post_init__(self) -> None:
+        if self.verify not in ("fast", "full"):
+            raise BadSetting(f"verify={self.verify!r}: it is 'fast' or 'full'")
+
+    @property
+    def file_patterns(self) -> Sequence[str] | None:
+        return [self.files] if isinstance(self.files, str) else self.files
+
+    @property
+    def tensor_patterns(self) -> Sequence[str] | None:
+        return [self.tensors] if isinstance(self.tensors, str) else self.tensors
+
+    def indices(self, entries: Sequence[TensorEntry]) -> dict[str, Index]:
+        """The slice of each tensor of which not all is wanted; of a layout, this rank's."""
+        if not self.slices:
+            return {}
+        shapes = {entry.name: entry.shape for entry in entries}
+        return {
+            name: local_index(one, shapes[name]) if is_layout(one) else one
+            for name, one in by_name(shapes, self.slices).items()
+        }
+
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """The dtype to cast to, which may be given by its name. Raises Unsupported."""
+        import torch
+
+        if self.dtype is None:
+            return None
+        found = self.dtype
+        if isinstance(found, str):
+            found = getattr(torch, found.removeprefix("torch."), None)
+        if not isinstance(found, torch.dtype):
+            raise Unsupported(f"dtype {self.dtype!r} is none of torch's")
+        return found

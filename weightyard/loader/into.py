@@ -1,0 +1,68 @@
+"""Loading into a module: into the memory its parameters have, or in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from weightyard.errors import Refused
+from weightyard.loader.asked import Asked
+from weightyard.loader.choosing import admits
+from weightyard.loader.layouts import is_layout
+from weightyard.loader.modules import Slot, fit, slots_of
+from weightyard.loader.origin import Destination, Origin
+from weightyard.loader.placing import device_of
+from weightyard.loader.plan import TensorPlan, plan_tensors
+from weightyard.loader.report import LoadReport
+
+if TYPE_CHECKING:
+    import torch
+
+
+def load_into(
+    module: torch.nn.Module,
+    origin: Origin,
+    asked: Asked,
+    *,
+    device: Any = "cpu",
+    strict: bool = True,
+    atomic: bool = False,
+) -> LoadReport:
+    """Fill a module. What does not fit is found out before any tensor is read."""
+    if asked.slices:
+        raise Refused("the slices of a module are those of its DTensors: leave slices= out")
+    meta_device = device_of(device)
+    slots = slots_of(module)
+    with origin.tally.stage("plan"):
+        # Each goes to a place of its own: whether two of them are tied, the module says.
+        entries = [msgspec.structs.replace(entry, tied=None) for entry in origin.chosen(asked)]
+        chosen = fit(slots, entries, strict=strict, expected=_expected(slots, asked))
+        entries = [entry for entry in entries if entry.name in chosen]
+        layouts = {name: slot.tensor for name, slot in chosen.items() if is_layout(slot.tensor)}
+        plans = plan_tensors(entries, replace(asked, slices=layouts).indices(entries))
+    groups: dict[tuple[torch.device, bool], list[TensorPlan]] = {}
+    for plan in plans:
+        tensor = chosen[plan.name].tensor
+        where = meta_device if tensor.is_meta else tensor.device
+        groups.setdefault((where, tensor.is_meta or atomic), []).append(plan)
+    loaded: list[tuple[Slot, torch.Tensor]] = []
+    for (where, beside), group in groups.items():
+        targets = {} if beside else {one.name: chosen[one.name].local for one in group}
+        for plan, tensor in origin.tensors(group, asked, Destination(where, targets)):
+            if beside:
+                loaded.append((chosen[plan.name], tensor))
+    with origin.tally.stage("place"):
+        for slot, tensor in loaded:
+            slot.take(tensor)
+    return origin.report(device)
+
+
+def _expected(slots: Sequence[Slot], asked: Asked) -> set[str] | None:
+    """The keys of a module that are asked for; None: all."""
+    patterns = asked.tensor_patterns
+    if patterns is None:
+        return None
+    return {name for slot in slots for name in slot.names if admits(name, patterns)}

@@ -1,0 +1,138 @@
+"""Modules: which parameters and buffers a module has, and which tensors of a version fit them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weightyard.errors import DoesNotFit
+from weightyard.format.manifest import TensorEntry
+from weightyard.loader.layouts import is_layout
+
+if TYPE_CHECKING:
+    import torch
+
+_FEW = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """A parameter or persistent buffer, and every place of a module that has it."""
+
+    tensor: torch.Tensor
+    places: tuple[tuple[torch.nn.Module, str], ...]
+    names: tuple[str, ...]
+    """More than one where the module ties them."""
+
+    @property
+    def local(self) -> torch.Tensor:
+        """Its memory: of a DTensor, this rank's shard."""
+        shard = getattr(self.tensor, "to_local", None)
+        return self.tensor.detach() if shard is None else shard().detach()
+
+    def take(self, loaded: torch.Tensor) -> None:
+        """Have the values of another tensor: a copy of them, or, for one on meta, the tensor."""
+        import torch
+
+        if not self.tensor.is_meta:
+            with torch.no_grad():
+                self.local.copy_(loaded)
+            return
+        if is_layout(self.tensor):
+            loaded = _as_shard(loaded, self.tensor)
+        if isinstance(self.tensor, torch.nn.Parameter):
+            loaded = torch.nn.Parameter(loaded, requires_grad=self.tensor.requires_grad)
+        for module, name in self.places:
+            setattr(module, name, loaded)
+
+
+def _as_shard(local: torch.Tensor, like: Any) -> torch.Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(
+        local,
+        like.device_mesh,
+        like.placements,
+        run_check=False,
+        shape=like.shape,
+        stride=like.stride(),
+    )
+
+
+def slots_of(module: torch.nn.Module) -> list[Slot]:
+    """What a module's state dict has, tied ones as one."""
+    found: dict[int, tuple[torch.Tensor, list[tuple[torch.nn.Module, str]], list[str]]] = {}
+    for name, owner, key, tensor in _walk(module):
+        _, places, names = found.setdefault(id(tensor), (tensor, [], []))
+        places.append((owner, key))
+        names.append(name)
+    return [Slot(tensor, tuple(places), tuple(names)) for tensor, places, names in found.values()]
+
+
+def _walk(
+    module: torch.nn.Module,
+) -> Iterator[tuple[str, torch.nn.Module, str, torch.Tensor]]:
+    for prefix, owner in module.named_modules(remove_duplicate=False):
+        before = f"{prefix}." if prefix else ""
+        hidden = owner._non_persistent_buffers_set
+        buffers = [(key, one) for key, one in owner._buffers.items() if key not in hidden]
+        for key, tensor in (*owner._parameters.items(), *buffers):
+            if tensor is not None:
+                yield f"{before}{key}", owner, key, tensor
+
+
+def fit(
+    slots: Sequence[Slot],
+    entries: Iterable[TensorEntry],
+    *,
+    strict: bool,
+    expected: Iterable[str] | None = None,
+) -> dict[str, Slot]:
+    """The slot each tensor goes to, by the tensor's name. One name of a tie is enough.
+
+    With `strict`, missing and unexpected keys are an error; `expected` are the keys that may be
+    missed, if not all of the module's. Raises DoesNotFit, also for another shape.
+    """
+    by_name = {entry.name: entry for entry in entries}
+    fitting: dict[str, Slot] = {}
+    missing: list[str] = []
+    wrong: list[str] = []
+    expected = None if expected is None else set(expected)
+    for slot in slots:
+        there = [name for name in slot.names if name in by_name]
+        if not there:
+            missing += [name for name in slot.names if expected is None or name in expected]
+            continue
+        entry = by_name[there[0]]
+        wrong += [
+            f"{name} differs from {there[0]}, to which the module ties it"
+            for name in there[1:]
+            if by_name[name].boxes != entry.boxes
+        ]
+        if tuple(slot.tensor.shape) != entry.shape:
+            wrong.append(
+                f"{entry.name} is {list(entry.shape)}, in the module {list(slot.tensor.shape)}"
+            )
+        fitting[entry.name] = slot
+    known = {name for slot in slots for name in slot.names}
+    unexpected = [name for name in by_name if name not in known]
+    if not strict:
+        missing, unexpected = [], []
+    if wrong or missing or unexpected:
+        raise DoesNotFit(_said(wrong, missing, unexpected), missing, unexpected)
+    return fitting
+
+
+def _said(wrong: Sequence[str], missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    said = [
+        f"{what}: {', '.join(names[:_FEW])}"
+        + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
+        for what, names in (
+            ("shapes or ties that differ", wrong),
+            ("missing keys", missing),
+            ("unexpected keys", unexpected),
+        )
+        if names
+    ]
+    return "; ".join(said)

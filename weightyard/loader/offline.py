@@ -1,0 +1,83 @@
+"""Offline: a yard of which only what is on this node can be had. Nothing is connected to."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from weightyard.errors import NotOnNode
+from weightyard.loader.remembered import Remembered
+from weightyard.logs import Log
+from weightyard.names import Ref
+from weightyard.records import RememberedVersion
+
+_log = Log(__name__)
+
+
+class OfflineCatalogue:
+    """What this node remembers of a catalogue; whatever else is asked is refused."""
+
+    is_service = True
+
+    def __init__(self, remembered: Remembered) -> None:
+        self._remembered = remembered
+
+    def resolve(self, ref: Ref) -> RememberedVersion:
+        """The version a ref meant when this node last asked. Raises NotOnNode."""
+        found = recalled(self._remembered, ref, "offline")
+        if found is None:
+            raise NotOnNode(
+                f"working offline, and this node never asked what {ref} means: use it once while "
+                "the yard can be reached, or name a version by its digest"
+            )
+        return found
+
+    def mark_used(self, ref: Ref) -> None:
+        """Nobody is there to be told."""
+
+    def take_lease(self, ref: Ref, holder: str, seconds: float) -> NoReturn:
+        """Who wants to read the store says so first. Raises NotOnNode."""
+        raise NotOnNode(
+            f"{ref} has no snapshot on this node, and the work is offline: make one with "
+            f"`weightyard path {ref}` while the yard can be reached; `weightyard cache ls` lists "
+            "those there are"
+        )
+
+    def close(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(name)
+
+
+class OfflineStore:
+    """No store: whatever is asked of it is refused."""
+
+    replicates = False
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+
+    def close(self) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> NoReturn:
+        _refuse(name)
+
+
+def recalled(remembered: Remembered, ref: Ref, why: str) -> RememberedVersion | None:
+    """What a ref meant, and a log line that says how long ago."""
+    found = remembered.recall(ref)
+    if found is not None:
+        _log.warning(
+            "ref.remembered", ref=ref, version=found.ref, age_s=round(found.age_s), reason=why
+        )
+    return found
+
+
+def _refuse(name: str) -> NoReturn:
+    if name.startswith("__"):
+        raise AttributeError(name)
+    raise NotOnNode(
+        f"the work is offline, and this needs the yard ({name}): only what has a snapshot on this "
+        "node can be used; `weightyard cache ls` lists them"
+    )

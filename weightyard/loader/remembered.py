@@ -1,0 +1,152 @@
+"""Remembered: which versions refs meant, and what those consist of, as this node last saw it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Collection
+from contextlib import suppress
+from datetime import UTC, datetime
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from weightyard.errors import YardError
+from weightyard.format import manifest as manifests
+from weightyard.format.manifest import Manifest
+from weightyard.loader.private import private_folder, read_small, write_small
+from weightyard.loader.snapshot import modified_s
+from weightyard.logs import Log
+from weightyard.names import Digest, Ref
+from weightyard.records import Record, RememberedVersion, Version
+
+_log = Log(__name__)
+
+MAX_RESOLUTIONS = 1000
+MAX_MANIFESTS = 1000
+MAX_MANIFEST_BYTES = 512 << 20
+"""Of all that are kept beyond those of snapshots."""
+
+_MAX_RESOLUTION_BYTES = 4 << 20
+_FRESH_S = 60.0
+"""How old the note of a ref may be before it is written again, if it still means the same."""
+
+
+class _Resolution(Record):
+    yard: str
+    ref: str
+    at: datetime
+    version: Version
+
+
+class Remembered:
+    """What this node knows of one yard. Thread-safe. Remembering never fails a load."""
+
+    def __init__(self, cache: Path, yard: str) -> None:
+        self._cache = cache.expanduser().absolute()
+        self._yard = yard.rstrip("/")
+
+    @property
+    def manifests(self) -> Path:
+        return self._cache / "manifests"
+
+    @property
+    def resolutions(self) -> Path:
+        return self._cache / "resolutions"
+
+    def note(self, ref: Ref, version: Version) -> None:
+        """Remember what a ref meant just now, and what the aliases of that version do."""
+        aliases = (f"{version.model}@{alias}" for alias in version.aliases)
+        try:
+            for one in {str(ref), version.ref, *aliases}:
+                self._note(one, version)
+        except (YardError, OSError) as why:
+            _log.warning("node.cannot_remember", ref=ref, reason=why)
+
+    def recall(self, ref: Ref) -> RememberedVersion | None:
+        """What a ref meant when this node last asked; None if it never did.
+
+        A digest says itself what it means, if its manifest is here.
+        """
+        text = read_small(self._file(str(ref)), _MAX_RESOLUTION_BYTES)
+        with suppress(ValidationError):
+            found = _Resolution.model_validate_json(text or b"")
+            if (found.yard, found.ref) == (self._yard, str(ref)):
+                return RememberedVersion(**found.version.model_dump(), remembered_at=found.at)
+        if isinstance(ref.selector, Digest) and (seen := modified_s(self._of(ref.selector))):
+            at = datetime.fromtimestamp(seen, UTC)
+            return RememberedVersion(
+                model=str(ref.model),
+                number=0,
+                digest=ref.selector.hex,
+                created=at,
+                remembered_at=at,
+            )
+        return None
+
+    def keep(self, digest: Digest, manifest: Manifest) -> None:
+        """Remember a manifest."""
+        try:
+            file = self._of(digest)
+            if not file.exists():
+                private_folder(self.manifests)
+                write_small(file, manifests.encode(manifest)[1])
+                self.prune()
+        except (YardError, OSError) as why:
+            _log.warning("node.cannot_remember", manifest=digest, reason=why)
+
+    def manifest(self, digest: Digest) -> Manifest | None:
+        """A manifest that was remembered, checked against its digest."""
+        stored = read_small(self._of(digest), manifests.MAX_STORED_BYTES)
+        if stored is None:
+            return None
+        try:
+            return manifests.decode(stored, digest)
+        except YardError as why:
+            _log.warning("node.manifest_dropped", manifest=digest, reason=why)
+            self._of(digest).unlink(missing_ok=True)
+            return None
+
+    def prune(self) -> None:
+        """Forget the oldest over the bounds; manifests of snapshots stay."""
+        snapshots = self._cache / "snapshots"
+        _keep_newest(self.resolutions, MAX_RESOLUTIONS, MAX_RESOLUTIONS * _MAX_RESOLUTION_BYTES)
+        kept = {file.name[:64] for file in snapshots.glob("[0-9a-f]*")}
+        _keep_newest(self.manifests, MAX_MANIFESTS, MAX_MANIFEST_BYTES, kept)
+
+    def _note(self, ref: str, version: Version) -> None:
+        file = self._file(ref)
+        if time.time() - modified_s(file) < _FRESH_S:
+            known = self.recall(Ref.parse(ref))
+            if known is not None and known.digest == version.digest:
+                return
+        private_folder(self.resolutions)
+        is_new = not file.exists()
+        said = _Resolution(yard=self._yard, ref=ref, at=datetime.now(UTC), version=version)
+        write_small(file, said.model_dump_json().encode())
+        if is_new:
+            self.prune()
+
+    def _file(self, ref: str) -> Path:
+        name = hashlib.blake2s(f"{self._yard}\n{ref}".encode(), digest_size=16).hexdigest()
+        return self.resolutions / f"{name}.json"
+
+    def _of(self, digest: Digest) -> Path:
+        return self.manifests / digest.hex
+
+
+def _keep_newest(
+    folder: Path, most: int, most_bytes: int, kept: Collection[str] = frozenset()
+) -> None:
+    files = []
+    with suppress(OSError):
+        for file in folder.iterdir():
+            with suppress(OSError):
+                seen = file.lstat()
+                files.append((seen.st_mtime, seen.st_size, file))
+    for _, size, file in sorted(files, key=lambda one: one[0], reverse=True):
+        if file.name in kept:
+            continue
+        most, most_bytes = most - 1, most_bytes - size
+        if most < 0 or most_bytes < 0:
+            file.unlink(missing_ok=True)

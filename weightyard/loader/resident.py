@@ -1,0 +1,148 @@
+"""Resident: the tensors a process serves, and how versions fit into them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from weightyard.errors import DoesNotFit, Refused
+from weightyard.format.manifest import TensorEntry
+from weightyard.loader.asked import Asked
+from weightyard.loader.changes import Holds
+from weightyard.loader.choosing import admits
+from weightyard.loader.layouts import is_layout
+from weightyard.loader.modules import Slot, fit, slots_of
+from weightyard.loader.plan import TensorPlan, plan_tensors
+from weightyard.loader.state import torch_dtype
+from weightyard.names import BlockId
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Lying:
+    """A block that a resident tensor holds, and where."""
+
+    name: str
+    start: int
+    length: int
+
+
+class Resident:
+    """What is served: tensors of this process, or none, where a server keeps them to itself.
+
+    What they hold is told by who asks.
+    """
+
+    def __init__(self, served: torch.nn.Module | Mapping[str, torch.Tensor] | None) -> None:
+        """`served`: a module, or tensors by name. Raises Refused if one has no memory."""
+        self._slots = None if served is None else _slots(served)
+        self._by_name = {name: slot for slot in self._slots or () for name in slot.names}
+        for slot in self._slots or ():
+            if slot.tensor.is_meta:
+                raise Refused(f"{slot.names[0]} is on meta: load it first, with yard.load_into")
+
+    @property
+    def has_tensors(self) -> bool:
+        return self._slots is not None
+
+    def plan(
+        self, entries: Sequence[TensorEntry], asked: Asked, now: Holds
+    ) -> tuple[TensorPlan, ...]:
+        """What to make of a version's tensors. Raises DoesNotFit if it is built otherwise."""
+        if self._slots is None:
+            plans = plan_tensors(entries)
+            _require_same_structure(plans, now)
+            return plans
+        # Whether two of them are tied, what is served says.
+        entries = [msgspec.structs.replace(entry, tied=None) for entry in entries]
+        patterns = asked.tensor_patterns
+        expected = None if patterns is None else {n for n in self._by_name if admits(n, patterns)}
+        chosen = fit(self._slots, entries, strict=True, expected=expected)
+        entries = [entry for entry in entries if entry.name in chosen]
+        _require_same_kinds(entries, chosen)
+        layouts = {name: one.tensor for name, one in chosen.items() if is_layout(one.tensor)}
+        plans = plan_tensors(entries, replace(asked, slices=layouts).indices(entries))
+        return tuple(replace(plan, names=chosen[plan.name].names) for plan in plans)
+
+    def patched(self, plans: Iterable[TensorPlan]) -> set[str]:
+        """The tensors into whose memory bytes can be put as they are stored."""
+        return {
+            plan.name
+            for plan in plans
+            if (slot := self._by_name.get(plan.name)) is not None
+            and not plan.dtype.bits % 8
+            and slot.local.dtype == torch_dtype(plan.dtype)
+            and slot.local.is_contiguous()
+        }
+
+    def slot(self, name: str) -> Slot:
+        return self._by_name[name]
+
+    def lying(self, now: Holds) -> dict[BlockId, Lying]:
+        """Where blocks lie in the memory of tensors, those that begin there."""
+        found: dict[BlockId, Lying] = {}
+        for name, content in now.items():
+            slot = self._by_name.get(name)
+            if slot is None or content is None or not slot.local.is_contiguous():
+                continue
+            if slot.local.dtype == torch_dtype(content.dtype):
+                for piece in content.pieces:
+                    if not piece.offset:
+                        found[piece.block] = Lying(name, piece.into, piece.length)
+        return found
+
+    def bytes_of(self, lying: Lying) -> torch.Tensor:
+        """The bytes of a block where they lie."""
+        return raw_bytes(self._by_name[lying.name].local)[lying.start :][: lying.length]
+
+
+def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The memory of a contiguous tensor, as a flat tensor of bytes."""
+    import torch
+
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def _slots(served: torch.nn.Module | Mapping[str, torch.Tensor]) -> list[Slot]:
+    if not isinstance(served, Mapping):
+        return slots_of(served)
+    by_memory: dict[object, tuple[torch.Tensor, list[str]]] = {}
+    for name, tensor in served.items():
+        key: object = id(tensor)
+        if tensor.numel() and not tensor.is_meta and not is_layout(tensor):
+            key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
+        by_memory.setdefault(key, (tensor, []))[1].append(name)
+    return [Slot(tensor, (), tuple(names)) for tensor, names in by_memory.values()]
+
+
+def _require_same_kinds(entries: Iterable[TensorEntry], chosen: Mapping[str, Slot]) -> None:
+    """Floats are cast to floats; nothing else is cast."""
+    for entry in entries:
+        there, comes = chosen[entry.name].tensor.dtype, torch_dtype(entry.dtype)
+        if there != comes and not (there.is_floating_point and comes.is_floating_point):
+            raise DoesNotFit(f"{entry.name} is {comes}, and is served as {there}", [], [])
+
+
+def _require_same_structure(plans: Sequence[TensorPlan], now: Holds) -> None:
+    if not now:
+        return
+    new = {name: plan for plan in plans for name in plan.names}
+    missing = [name for name in now if name not in new]
+    unexpected = [name for name in new if name not in now]
+    wrong = [
+        name
+        for name, plan in new.items()
+        if (was := now.get(name)) is not None and (was.dtype, was.shape) != (plan.dtype, plan.shape)
+    ]
+    if first := [*wrong, *missing, *unexpected][:1]:
+        raise DoesNotFit(
+            f"{len(missing)} tensors less, {len(unexpected)} more, {len(wrong)} of another dtype "
+            f"or shape than before, such as {first[0]}",
+            missing,
+            unexpected,
+        )

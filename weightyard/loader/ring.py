@@ -1,0 +1,217 @@
+"""A ring of pinned slabs: bytes go onto a device while the next ones are being read."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+from weightyard.format.block import aligned
+from weightyard.loader.batches import BATCH_BYTES, Batch, Part
+from weightyard.loader.filling import Filled
+from weightyard.loader.placing import Fill, Placer, is_same_memory, settled
+from weightyard.loader.plan import TensorPlan
+from weightyard.loader.report import Tally
+from weightyard.loader.state import bytes_of, empty_tensor, torch_dtype
+
+if TYPE_CHECKING:
+    import torch
+
+SLABS = 3
+"""Two being filled while a third is on its way to the device."""
+
+
+class Mark(Protocol):
+    """A point in a device's queue of copies."""
+
+    def wait(self) -> None:
+        """Return when all that was queued before it is done."""
+
+
+class Copies(Protocol):
+    """A device that copies from host memory by itself, in order, while the host goes on."""
+
+    def slab(self, length: int) -> torch.Tensor:
+        """Bytes on the host that the device can copy from by itself."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Memory on the device."""
+
+    def follow(self) -> None:
+        """Begin no later copy before what the caller's thread has queued on the device is done."""
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy. The source stays as it is until a mark set after this was passed."""
+
+    def mark(self) -> Mark:
+        """Set a mark behind the copies queued so far."""
+
+    def hand_over(self) -> None:
+        """What the caller's thread queues from now on comes after the copies queued so far."""
+
+    def finish(self) -> None:
+        """Return when no copy is under way."""
+
+
+class _Slab:
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+        self.busy: Mark | None = None
+        """Until this is passed the device may still copy from it."""
+
+
+class RingPlacer(Placer):
+    """Tensors on a device. Host memory is bounded by the slabs, whatever the tensors are."""
+
+    def __init__(
+        self,
+        plans: Sequence[TensorPlan],
+        tally: Tally,
+        copies: Copies,
+        *,
+        dtype: torch.dtype | None = None,
+        targets: Mapping[int, torch.Tensor] | None = None,
+        slab_bytes: int = BATCH_BYTES,
+        slabs: int = SLABS,
+    ) -> None:
+        self._plans = plans
+        self._tally = tally
+        self._copies = copies
+        self._dtype = dtype
+        self._targets = targets or {}
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._picked: dict[int, tuple[torch.Tensor, memoryview]] = {}
+        self._free: queue.SimpleQueue[_Slab] = queue.SimpleQueue()
+        length = min(slab_bytes, sum(aligned(plan.bytes) for plan in plans))
+        for _ in range(slabs):
+            self._free.put(_Slab(copies.slab(length)))
+
+    def begin(self, number: int) -> None:
+        plan, target = self._plans[number], self._targets.get(number)
+        if target is None or not is_same_memory(target, plan):
+            target = self._copies.empty(plan.shape, torch_dtype(plan.dtype))
+        self._copies.follow()
+        self._tensors[number] = target
+        if plan.is_picked:
+            self._picked[number] = empty_tensor(plan.dtype, plan.shape)
+
+    def fill(self, batch: Batch, fill: Fill) -> None:
+        with self._slab() as slab:
+            sent: list[tuple[Part, torch.Tensor]] = []
+            where: list[Filled] = []
+            at = 0
+            for part in batch.parts:
+                dtype, length = self._plans[part.tensor].dtype, part.fetch.length
+                if part.tensor in self._picked:
+                    where += _assembled(
+                        part, self._plans[part.tensor], self._picked[part.tensor][1]
+                    )
+                else:
+                    room = slab.memory[at : at + length]
+                    where.append(Filled(part.fetch, dtype, bytes_of(room)))
+                    sent.append((part, room))
+                    at += aligned(length)
+            fill(where)
+            with self._tally.stage("place"):
+                for part, room in sent:
+                    assert isinstance(part.fetch.goes, int)
+                    whole = _flat(self._tensors[part.tensor])
+                    self._copies.copy(whole[part.fetch.goes :][: part.fetch.length], room)
+            slab.busy = self._copies.mark()
+
+    def finish(self, number: int) -> torch.Tensor:
+        tensor = self._tensors.pop(number)
+        if number in self._picked:
+            tensor.copy_(self._picked.pop(number)[0])
+        self._copies.hand_over()
+        return settled(tensor, self._targets.get(number), self._dtype, self._tally)
+
+    def close(self) -> None:
+        # Memory given back earlier could be written to by a copy that is still queued.
+        self._copies.finish()
+        self._tensors.clear()
+        self._picked.clear()
+
+    @contextmanager
+    def _slab(self) -> Iterator[_Slab]:
+        """A slab nobody copies from any more."""
+        slab = self._free.get()
+        try:
+            if slab.busy is not None:
+                with self._tally.stage("place"):
+                    slab.busy.wait()
+            yield slab
+        finally:
+            self._free.put(slab)
+
+
+def _assembled(part: Part, plan: TensorPlan, memory: memoryview) -> Iterator[Filled]:
+    """A part of a tensor that is put together on the host."""
+    if isinstance(part.fetch.goes, int):
+        memory = memory[part.fetch.goes : part.fetch.goes + part.fetch.length]
+    yield Filled(part.fetch, plan.dtype, memory)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+class _EventMark:
+    def __init__(self, event: torch.Event) -> None:
+        self._event = event
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class AcceleratorCopies:
+    """Copies on a side stream of whatever accelerator this torch has. Thread-safe."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        self._side = torch.Stream(device)
+        self._lock = threading.Lock()
+
+    def slab(self, length: int) -> torch.Tensor:
+        import torch
+
+        return torch.empty(length, dtype=torch.uint8, pin_memory=True)
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        import torch
+
+        return torch.empty(shape, dtype=dtype, device=self._device)
+
+    def follow(self) -> None:
+        import torch
+
+        # Memory from torch's allocator may have been given back by work that is still queued.
+        self._side.wait_stream(torch.accelerator.current_stream(self._device))
+
+    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        import torch
+
+        with self._lock:
+            before = torch.accelerator.current_stream(self._device)
+            torch.accelerator.set_stream(self._side)
+            try:
+                into.copy_(source, non_blocking=True)
+            finally:
+                torch.accelerator.set_stream(before)
+
+    def mark(self) -> Mark:
+        return _EventMark(self._side.record_event())
+
+    def hand_over(self) -> None:
+        import torch
+
+        torch.accelerator.current_stream(self._device).wait_stream(self._side)
+
+    def finish(self) -> None:
+        self._side.synchronize()
