@@ -115,6 +115,34 @@ def test_each_forward_pass_sees_one_version_when_apply_is_called_between_passes(
     assert set(seen) >= {1, 2, 3, 4}
 
 
+def test_a_module_can_be_given_when_a_version_is_applied(yard: Yard) -> None:
+    yard.push(state(1), BERT, alias="prod")
+    net = Net()
+    with yard.follow(PROD) as follower:
+        ready(follower, 1)
+        with pytest.raises(DoesNotFit, match="the module has no"):
+            follower.apply(nn.Linear(4, 4))
+        with pytest.raises(Refused, match="changed"):
+            follower.apply()
+        assert follower.apply(net) == follower.version
+        assert holds(net, 1)
+        yard.push(state(2), BERT, alias="prod")
+        ready(follower, 2)
+        follower.apply(net)
+        assert holds(net, 2)
+
+
+def test_another_module_than_the_one_followed_is_refused(yard: Yard) -> None:
+    yard.push(state(1), BERT, alias="prod")
+    net = Net()
+    with yard.follow(PROD, net) as follower:
+        ready(follower, 1)
+        with pytest.raises(Refused, match="another module"):
+            follower.apply(Net())
+        follower.apply(net)
+        assert holds(net, 1)
+
+
 def test_only_blocks_that_changed_travel(yard: Yard) -> None:
     first = {"big": noise(3 * BLOCK // 4, dtype=torch.float32), "small": noise(64, seed=1)}
     second = {name: tensor.clone() for name, tensor in first.items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -158,23 +158,37 @@ class Follower(Closing):
             )
             return None if self._staged is None else self._staged.version
 
-    def apply(self) -> Version | None:
+    def apply(
+        self, module: torch.nn.Module | Mapping[str, torch.Tensor] | None = None
+    ) -> Version | None:
         """Have what is served hold the version that is ready, if one is; what is applied then.
 
         Call it between two forward passes. It copies memory and does nothing else: no I/O can make
-        it fail. Raises Refused if `follow` was given no tensors: use `changed`.
+        it fail. `module`: what is served, if `follow` was not told; the same one every time. It is
+        compared with the version here, before any of it changes. Raises DoesNotFit, and Refused if
+        it is not what is followed.
         """
-        if not self._resident.has_tensors:
-            raise Refused("follow() was given neither module nor tensors: use changed()")
+        target = self._target(module)
         with self._state:
             staged = self._applicable()
             if staged is not None:
-                for one in self._left_of(staged):
+                left = self._left_of(staged)
+                target.require(one.change.plan for one in left)
+                for one in left:
                     self._begin(one)
-                    one.put(self._resident)
+                    one.put(target)
                     self._end(one)
                 self._done(staged)
             return self._version
+
+    def _target(self, module: torch.nn.Module | Mapping[str, torch.Tensor] | None) -> Resident:
+        if self._resident.has_tensors:
+            if module is not None and not self._resident.is_of(module):
+                raise Refused("follow() was given another module than apply()")
+            return self._resident
+        if module is None:
+            raise Refused("neither follow() nor apply() was given a module: use changed()")
+        return Resident(module)
 
     def changed(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that differ in the version that is ready, for servers that load on their own.

@@ -40,6 +40,7 @@ class Resident:
 
     def __init__(self, served: torch.nn.Module | Mapping[str, torch.Tensor] | None) -> None:
         """`served`: a module, or tensors by name. Raises Refused if one has no memory."""
+        self._served = served
         self._slots = None if served is None else _slots(served)
         self._by_name = {name: slot for slot in self._slots or () for name in slot.names}
         for slot in self._slots or ():
@@ -49,6 +50,21 @@ class Resident:
     @property
     def has_tensors(self) -> bool:
         return self._slots is not None
+
+    def is_of(self, served: torch.nn.Module | Mapping[str, torch.Tensor]) -> bool:
+        """Whether it was made of this very module or mapping."""
+        return self._served is served
+
+    def require(self, plans: Iterable[TensorPlan]) -> None:
+        """Raises DoesNotFit unless there is a tensor of the same shape for each of them."""
+        for plan in plans:
+            for name in plan.names:
+                slot = self._by_name.get(name)
+                if slot is None:
+                    raise DoesNotFit(f"the module has no {name}", [], [name])
+                there = tuple(slot.local.shape)
+                if there != plan.shape:
+                    raise DoesNotFit(f"{name} is {plan.shape}, in the module {there}", [], [])
 
     def plan(
         self, entries: Sequence[TensorEntry], asked: Asked, now: Holds
@@ -82,6 +98,10 @@ class Resident:
 
     def slot(self, name: str) -> Slot:
         return self._by_name[name]
+
+    def slots(self, names: Iterable[str]) -> list[Slot]:
+        """Those that have these names, each once."""
+        return list({id(slot): slot for slot in map(self.slot, names)}.values())
 
     def lying(self, now: Holds) -> dict[BlockId, Lying]:
         """Where blocks lie in the memory of tensors, those that begin there."""

@@ -57,11 +57,11 @@ class StagedTensor:
 
     def put(self, resident: Resident) -> None:
         """Have the resident tensor hold it."""
-        slot = resident.slot(self.names[0])
         if self.change.before is None:
-            slot.take(self._all())
+            for slot in resident.slots(self.names):
+                slot.take(self._all())
             return
-        memory = raw_bytes(slot.local)
+        memory = raw_bytes(resident.slot(self.names[0]).local)
         for start, part in self.parts:
             memory[start : start + part.numel()].copy_(part)
 
