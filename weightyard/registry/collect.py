@@ -236,7 +236,8 @@ class _Run:
 
         Otherwise a registry rebuilt from the store would bring back versions without their bytes.
         """
-        while outbox.flush(self._database, self._store):
+        last = outbox.newest(self._database)  # what comes later, others write
+        while outbox.flush(self._database, self._store, up_to=last):
             pass
 
     def _rewrite_packs(self) -> None:

@@ -18,12 +18,14 @@ from weightyard.records import Version
 from weightyard.registry import schema
 from weightyard.registry.chores import small_files
 from weightyard.registry.database import Database
-from weightyard.registry.rows import clock, one_at_a_time
+from weightyard.registry.rows import batches, clock, one_at_a_time
 from weightyard.storage import layout
 from weightyard.storage.store import Store, StorePath
 from weightyard.transfer.once import write_once
 
 RECORD_FORMAT = 1
+
+_REMOVED_AT_ONCE = 100
 
 
 def put_record(tx: Connection, version: Version) -> None:
@@ -103,20 +105,27 @@ def waiting(database: Database) -> int:
     return int(count or 0)
 
 
-def flush(database: Database, store: Store, limit: int = 1000) -> int:
-    """Write what is waiting into the store; returns how many entries.
+def newest(database: Database) -> int:
+    """The id of the entry put here last, of those that wait; 0: none does."""
+    return database.read(lambda tx: tx.scalar(select(func.max(schema.outbox.c.id)))) or 0
 
-    An entry is removed here once it is there; two processes doing this at once write the same
-    file, and the second finds it there.
+
+def flush(database: Database, store: Store, limit: int = 1000, up_to: int | None = None) -> int:
+    """Write what is waiting into the store, oldest first; returns how many entries.
+
+    `up_to`: the id of the last one meant. Entries are removed here once they are there; two
+    processes doing this at once write the same files, and the second finds them there.
     """
-    rows = database.read(
-        lambda tx: tx.execute(select(schema.outbox).order_by(schema.outbox.c.id).limit(limit)).all()
-    )
+    meant = select(schema.outbox).order_by(schema.outbox.c.id).limit(limit)
+    if up_to is not None:
+        meant = meant.where(schema.outbox.c.id <= up_to)
+    rows = database.read(lambda tx: tx.execute(meant).all())
     if not rows:
         return 0
     with small_files(database, store, "outbox") as upload:
-        for row in rows:
-            write_once(store, upload, StorePath(row.path), row.content)
-            done = delete(schema.outbox).where(schema.outbox.c.id == row.id)
+        for some in batches(rows, _REMOVED_AT_ONCE):
+            for row in some:
+                write_once(store, upload, StorePath(row.path), row.content)
+            done = delete(schema.outbox).where(schema.outbox.c.id.in_([row.id for row in some]))
             database.write(partial(Connection.execute, statement=done))
     return len(rows)
