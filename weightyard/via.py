@@ -74,6 +74,11 @@ class Via(Closing):
     def store(self) -> Store:
         """The store itself, for what only it can do. Raises StoreUnavailable, Unsupported."""
 
+    @property
+    def reads_by_locations(self) -> bool:
+        """Whether packs are read where the service says they lie."""
+        return False
+
     def expect(self, version: Version) -> None:
         """Say that a version is about to be read. Waits for nothing."""
 
@@ -176,6 +181,10 @@ class ViaDataNodes(ViaStore):
         super().__init__(store, catalogue)
         self._service = catalogue
 
+    @property
+    def reads_by_locations(self) -> bool:
+        return True
+
     def manifest(self, version: Version) -> Manifest:
         return self._service.manifest(Ref.parse(version.ref))
 
@@ -257,6 +266,10 @@ class ViaEither(Via):
     @property
     def store(self) -> Store:
         return self._for_reading().store
+
+    @property
+    def reads_by_locations(self) -> bool:
+        return self._for_reading().reads_by_locations
 
     def expect(self, version: Version) -> None:
         self._locator.expect(version)

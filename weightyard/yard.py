@@ -99,6 +99,11 @@ class Yard(Loads, Closing):
         return self._via.store
 
     @property
+    def reads_by_locations(self) -> bool:
+        """Whether the service says where packs lie, so that reading asks no NameNode."""
+        return self._via.reads_by_locations
+
+    @property
     def registry(self) -> Registry:
         """The database behind this yard. Raises BadSetting if a service is in between."""
         from weightyard.registry.registry import Registry

@@ -318,7 +318,10 @@ class Fetcher:
 
     def _note(self, job: Job, why: YardError, *, is_failure: bool = True) -> None:
         """Remember what the replica asked last did wrong."""
-        job.failures.append(why)
+        # Not the frames it passed: they hold views of the caller's memory, and a mapped file with
+        # a view left cannot be closed.
+        why.__context__ = why.__cause__ = None
+        job.failures.append(why.with_traceback(None))
         if is_failure:
             job.tried.add(job.asked)
             self._tell(ReadEventKind.REPLICA_FAILED, job, job.asked, why)

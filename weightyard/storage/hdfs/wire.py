@@ -100,7 +100,10 @@ class BlockToken:
         if not raw or raw[0] == 0:
             return None
         if raw[0] <= 127:
-            expires = next((value for number, value in _fields(raw) if number == 1), None)
+            try:
+                expires = next((value for number, value in _fields(raw) if number == 1), None)
+            except Malformed:
+                return None
             return expires / 1000 if isinstance(expires, int) else None
         length = 256 - 112 - raw[0]
         if not 1 <= length <= 8 or length >= len(raw):
