@@ -195,6 +195,26 @@ def test_records_and_journal_reach_the_store(registry: Registry, store: Store) -
     assert len(list(store.list(layout.JOURNAL))) == 3, "model made, version published, alias moved"
 
 
+def test_those_who_open_a_new_yard_at_once_get_the_same_one(
+    database: Database, tmp_path: Path
+) -> None:
+    store = LocalStore(tmp_path / "new")
+    together = threading.Barrier(8)
+    yards: list[str] = []
+
+    def open_it() -> None:
+        together.wait(10)
+        yards.append(binding.bind(database, store).yard_id)
+
+    threads = [threading.Thread(target=open_it) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert len(yards) == 8
+    assert len(set(yards)) == 1
+
+
 def test_a_store_of_another_registry_is_refused(
     registry: Registry, store: Store, tmp_path: Path
 ) -> None:

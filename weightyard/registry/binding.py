@@ -11,6 +11,7 @@ from sqlalchemy import Connection, select, update
 
 from weightyard.errors import (
     BadSetting,
+    Conflict,
     FileMissing,
     ForeignStore,
     ManifestInvalid,
@@ -94,8 +95,11 @@ def bind(
             mine.block_bytes,
             dedup or Dedup.YARD,
         )
-        with small_files(database, store, "bind") as upload:
-            write_once(store, upload, layout.YARD, msgspec.json.encode(made))
+        try:
+            with small_files(database, store, "bind") as upload:
+                write_once(store, upload, layout.YARD, msgspec.json.encode(made))
+        except Conflict:  # another process made the yard meanwhile
+            made = read_yard_file(store) or made
         found = made
     owner = read_owner(store, found)
     if owner.registry_id != mine.registry_id or mine.yard_id not in (None, found.yard_id):
