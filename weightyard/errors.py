@@ -6,6 +6,7 @@ YardError
 │   │   └── DataNodeFailed    one DataNode did not serve; another replica may
 │   ├── StaleLocation         a location is out of date: locate again
 │   ├── DeadlineExceeded      the time given was used up
+│   ├── RankFailed            another rank of the group that loads together failed
 │   ├── UnderReplicated       written, but on fewer DataNodes than promised
 │   └── RegistryUnavailable   the database did not answer, or its answer was lost
 ├── Conflict                  re-read and decide
@@ -92,6 +93,18 @@ class DeadlineExceeded(Retryable):
     """The time given for a call was used up."""
 
     code = "deadline-exceeded"
+
+
+class RankFailed(Retryable):
+    """Other ranks of the group failed or are gone, so this one cannot go on. `ranks` names them."""
+
+    code = "rank-failed"
+
+    def __init__(self, ranks: Sequence[int], reason: str) -> None:
+        named = ", ".join(map(str, ranks)) or "unknown"
+        super().__init__(f"rank {named}: {reason}")
+        self.ranks = tuple(ranks)
+        self.reason = reason
 
 
 class UnderReplicated(Retryable):

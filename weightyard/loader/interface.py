@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from weightyard.errors import Unsupported
 from weightyard.format.manifest import Manifest
 from weightyard.loader.asked import Asked
 from weightyard.loader.batches import AHEAD_BYTES
@@ -84,13 +83,27 @@ class Loads(ABC):
         """A version's tensors by name, on a device. The arguments: see `Loads`.
 
         A dict that also has the `version` it is of and a `report`. Tied tensors come back tied.
+
+        `group`: a process group of torch.distributed, all of whose ranks call this. The first one
+        says which version the ref means; together they read one copy of what they want, each what
+        is near to it, and exchange it. If one fails all do, with RankFailed, which names it.
         """
         from weightyard.loader.load import load
 
-        if group is not None:
-            raise Unsupported("group= is not there yet: every rank reads what it needs by itself")
         asked = Asked(files, tensors, slices, dtype, verify, Deadline.after(timeout), progress)
-        return load(self._origin(ref, asked, cache=cache), asked, device)
+        if group is None:
+            return load(self._origin(ref, asked, cache=cache), asked, device)
+        from weightyard.loader.peers import Peers
+        from weightyard.loader.shared import load_shared
+
+        tally = Tally()
+        return load_shared(
+            Peers(group, asked.deadline),
+            lambda: self._version_to_use(ref),
+            lambda version: self._origin_of(version, asked, tally, cache=cache),
+            asked,
+            device,
+        )
 
     def load_into(
         self,
@@ -176,12 +189,17 @@ class Loads(ABC):
         return LazyWeights(self._origin(ref, asked, cache=cache), asked, device)
 
     def _origin(self, ref: str, asked: Asked, *, cache: bool) -> Origin:
-        """Where a version's tensors are to be had: on this node, else in the store."""
+        """Where a ref's tensors are to be had."""
         tally = Tally()
         with tally.stage("resolve"):
             version = self._version_to_use(ref)
+        return self._origin_of(version, asked, tally, cache=cache)
+
+    def _origin_of(self, version: Version, asked: Asked, tally: Tally, *, cache: bool) -> Origin:
+        """Where a version's tensors are to be had: on this node, else in the store."""
+        with tally.stage("resolve"):
             manifest = self._manifest_of(version)
-            asked.deadline.left(f"resolving {ref}")
+            asked.deadline.left(f"resolving {version.ref}")
         if cache and asked.verify == "fast":
             snapshot = self.snapshots.find(Digest(version.digest))
             if snapshot is not None:

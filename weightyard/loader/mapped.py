@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from weightyard.errors import Damaged
 from weightyard.format.manifest import FileEntry, Manifest
@@ -58,9 +58,9 @@ class SnapshotOrigin(Origin):
     def held(self) -> AbstractContextManager[object]:
         return nullcontext()  # the files are this node's: nobody else takes them away
 
-    def report(self, device: object) -> LoadReport:
+    def report(self, device: object, **more: Any) -> LoadReport:
         self._snapshot.recheck()
-        return self.tallied(device, from_snapshot=True)
+        return self.tallied(device, from_snapshot=True, **more)
 
     def _found(self, plan: TensorPlan, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
         tensor = tensors.get(plan.name)

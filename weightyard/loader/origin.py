@@ -60,8 +60,8 @@ class Origin(ABC):
         """Inside, the bytes stay, whatever happens to the version."""
 
     @abstractmethod
-    def report(self, device: object) -> LoadReport:
-        """What was done so far."""
+    def report(self, device: object, **more: Any) -> LoadReport:
+        """What was done so far; `more` is what only others know of it."""
 
     def chosen(self, asked: Asked) -> list[TensorEntry]:
         """The tensors asked for, in model order. Reads the index of a sharded model if it must."""

@@ -45,6 +45,14 @@ class LoadReport:
     """Requests also sent to a second replica, since the first was slow."""
     failed: tuple[str, ...] = ()
     """What went wrong on the way and was got from elsewhere."""
+    ranks: int = 1
+    """How many loaded together."""
+    received_bytes: int = 0
+    """Raw bytes that other ranks read for this one."""
+    group_bytes: int = 0
+    """What all ranks together wanted, counted once if it is the same."""
+    group_read_bytes: int = 0
+    """Raw bytes that all ranks together read for it."""
     from_snapshot: bool = False
     """Whether the tensors were mapped from this node's snapshot."""
     resolved_s_ago: float | None = None
@@ -56,7 +64,9 @@ class LoadReport:
 
     @property
     def amplification(self) -> float:
-        """Raw bytes read for each byte of a tensor."""
+        """Raw bytes read for each byte of a tensor; by a group, for each byte wanted in it."""
+        if self.group_bytes:
+            return self.group_read_bytes / self.group_bytes
         return self.read_bytes / self.bytes if self.bytes else 1.0
 
     def as_dict(self) -> dict[str, Any]:

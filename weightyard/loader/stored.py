@@ -9,13 +9,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from weightyard.errors import DeadlineExceeded
 from weightyard.format.block import MIB
-from weightyard.format.manifest import FileEntry, Manifest
+from weightyard.format.manifest import Extent, FileEntry, Manifest
 from weightyard.format.pack import Placement
 from weightyard.loader.asked import Asked
 from weightyard.loader.batches import (
@@ -44,6 +44,8 @@ from weightyard.transfer.reader import Reader, ReadReport
 if TYPE_CHECKING:
     import torch
 
+_T = TypeVar("_T")
+
 _IN_FLIGHT = 2
 """Batches read at once, so that the last requests of one do not leave the link idle."""
 
@@ -61,9 +63,9 @@ class StoreOrigin(Origin):
         settings: Settings | None = None,
     ) -> None:
         super().__init__(version, manifest, tally)
-        self._store = store
+        self.store = store
         self.catalogue = catalogue
-        self._settings = settings
+        self.settings = settings
 
     def head(self, file: FileEntry, length: int, asked: Asked) -> bytes:
         into = np.empty(length, np.uint8).data
@@ -75,7 +77,7 @@ class StoreOrigin(Origin):
     def tensors(
         self, plans: Sequence[TensorPlan], asked: Asked, to: Destination
     ) -> Iterator[tuple[TensorPlan, torch.Tensor]]:
-        placer = _placer(plans, asked, to, self.tally)
+        placer = placer_for(plans, asked, to, self.tally)
         ahead = AHEAD_BYTES if to.ahead_bytes is None else to.ahead_bytes
         # On the host a tensor lies where its bytes are received. Elsewhere, with a cast, and where
         # whole blocks are wanted to prove some of their bytes, there is a copy, which is bounded.
@@ -88,13 +90,13 @@ class StoreOrigin(Origin):
         return self.place_all(plans, asked, batches, placer, ahead)
 
     def reader(self, placements: Placements) -> Reader:
-        return Reader(self._store, placements, settings=self._settings)
+        return Reader(self.store, placements, settings=self.settings)
 
     def held(self) -> AbstractContextManager[object]:
         return held(self.catalogue, self.version.ref)
 
-    def report(self, device: object) -> LoadReport:
-        return self.tallied(device)
+    def report(self, device: object, **more: Any) -> LoadReport:
+        return self.tallied(device, **more)
 
     def place_all(
         self,
@@ -115,7 +117,7 @@ class StoreOrigin(Origin):
             while batch is not None or running:
                 while batch is not None and (not running or ahead + batch.bytes <= ahead_bytes):
                     loading.begin(batch)
-                    running.append((batch, pool.submit(loading.fill, batch)))
+                    running.append((batch, pool.submit(loading.fill_batch, batch)))
                     ahead += batch.bytes
                     batch = next(upcoming, None)
                 done, future = running.popleft()
@@ -130,7 +132,8 @@ class StoreOrigin(Origin):
             placer.close()
 
 
-def _placer(plans: Sequence[TensorPlan], asked: Asked, to: Destination, tally: Tally) -> Placer:
+def placer_for(plans: Sequence[TensorPlan], asked: Asked, to: Destination, tally: Tally) -> Placer:
+    """What makes tensors where they are to be."""
     dtype = asked.torch_dtype
     targets = {
         number: to.targets[plan.name]
@@ -144,50 +147,36 @@ def _placer(plans: Sequence[TensorPlan], asked: Asked, to: Destination, tally: T
     return RingPlacer(plans, tally, AcceleratorCopies(to.device), dtype=dtype, targets=targets)
 
 
-class _Loading:
-    """What the threads of one load share."""
+class Reading:
+    """Reads some of a version's blocks, for one load. Thread-safe."""
 
-    def __init__(
-        self, origin: StoreOrigin, plans: Sequence[TensorPlan], asked: Asked, placer: Placer
-    ) -> None:
+    def __init__(self, origin: StoreOrigin, asked: Asked, extents: Iterable[Extent]) -> None:
+        """`extents`: what is going to be read."""
         self.stop = Cancel()
         self._origin = origin
         self._asked = asked
-        self._placer = placer
-        self._begun: set[int] = set()
-        numbers = {
-            extent.block for plan in plans for fetch in plan.fetches for extent in fetch.extents
-        }
+        numbers = {extent.block for extent in extents}
         blocks = [origin.manifest.blocks[number] for number in sorted(numbers)]
         self._sizes = {block.id: block.raw_bytes for block in blocks}
         with origin.tally.stage("plan"):
             placements = Foreseen(origin.catalogue, list(self._sizes))
         self._reader = origin.reader(placements)
 
-    def begin(self, batch: Batch) -> None:
-        """Memory for the tensors of which a batch has the first part, or that have none."""
-        for number in (*(part.tensor for part in batch.parts), *batch.done):
-            if number not in self._begun:
-                self._begun.add(number)
-                self._placer.begin(number)
-
-    def fill(self, batch: Batch) -> None:
-        if batch.parts:
-            self._placer.fill(batch, self._fill)
-
-    def wait(self, future: Future[None]) -> None:
-        left_s = self._asked.deadline.left("loading")
-        try:
-            future.result(None if math.isinf(left_s) else left_s)
-        except FutureTimeout:
-            raise DeadlineExceeded("no time left while loading") from None
-
-    def _fill(self, targets: Iterable[Filled]) -> None:
+    def fill(self, targets: Iterable[Filled]) -> None:
+        """Fill memory with what is fetched for it. Raises as `Reader.read`."""
         read: Read = self._read
         if self._asked.verify == "full":
             read = partial(read_proved, self._read, self._sizes)
         with self._origin.tally.stage("read"):
             fill(read, self._origin.manifest.blocks, targets)
+
+    def wait(self, future: Future[_T]) -> _T:
+        """What a thread that reads comes to. Raises what it raises, DeadlineExceeded."""
+        left_s = self._asked.deadline.left("loading")
+        try:
+            return future.result(None if math.isinf(left_s) else left_s)
+        except FutureTimeout:
+            raise DeadlineExceeded("no time left while loading") from None
 
     def _read(self, wanted: Sequence[Wanted]) -> ReadReport:
         report = self._reader.read(
@@ -198,6 +187,29 @@ class _Loading:
         )
         self._origin.tally.read(report)
         return report
+
+
+class _Loading(Reading):
+    """What the threads of one load share."""
+
+    def __init__(
+        self, origin: StoreOrigin, plans: Sequence[TensorPlan], asked: Asked, placer: Placer
+    ) -> None:
+        fetches = (fetch for plan in plans for fetch in plan.fetches)
+        super().__init__(origin, asked, (extent for one in fetches for extent in one.extents))
+        self._placer = placer
+        self._begun: set[int] = set()
+
+    def begin(self, batch: Batch) -> None:
+        """Memory for the tensors of which a batch has the first part, or that have none."""
+        for number in (*(part.tensor for part in batch.parts), *batch.done):
+            if number not in self._begun:
+                self._begun.add(number)
+                self._placer.begin(number)
+
+    def fill_batch(self, batch: Batch) -> None:
+        if batch.parts:
+            self._placer.fill(batch, self.fill)
 
 
 class Foreseen:

@@ -1,0 +1,219 @@
+"""Peers: the ranks of a process group that load together. They fail together too, and say why."""
+
+from __future__ import annotations
+
+import itertools
+import struct
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from weightyard.errors import RankFailed, Refused, TooLarge, Unsupported, YardError
+from weightyard.format.block import MIB
+from weightyard.logs import Log
+from weightyard.storage.deadline import Deadline
+
+if TYPE_CHECKING:
+    import torch
+
+_log = Log(__name__)
+
+MEET_S = 600.0
+"""How long the others are waited for at first, if the load has no shorter deadline: they may still
+be busy with something else."""
+
+WAIT_S = 120.0
+"""And from then on. What they do meanwhile, a few reads, has shorter deadlines."""
+
+GRACE_S = 2.0
+"""How much longer than a deadline, so that the rank it ends first can say so."""
+
+ROLL_CALL_S = 3.0
+"""How long it may take those who are left to find each other, when one is gone."""
+
+MAX_SAID_BYTES = 256 * MIB
+"""No rank has more to say: what it wants of a version is a few bytes for each chunk at most."""
+
+_HEADER = struct.Struct("<qq496s")
+"""How many bytes follow; how many of the text count, which says what failed."""
+
+_POLL_S = 0.05
+_calls: dict[str, itertools.count[int]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Parcel:
+    """Bytes for a rank, or from it."""
+
+    rank: int
+    memory: memoryview
+
+
+class Peers:
+    """The ranks of a group, in one load. All call the same methods, in the same order.
+
+    Numbers of ranks are those inside the group; errors name them as the world does.
+    """
+
+    def __init__(self, group: Any, deadline: Deadline) -> None:
+        """Raises Unsupported for what is no group, or none of this rank's."""
+        import torch
+        import torch.distributed as dist
+
+        if not isinstance(group, dist.ProcessGroup):
+            raise Unsupported(f"group= takes a torch.distributed group, not {type(group).__name__}")
+        self._group = group
+        self.rank, self.size = group.rank(), group.size()
+        kinds = [one.partition(":")[0] for one in dist.get_backend_config(group).split(",")]
+        # Where there is a way from host memory to host memory, bytes do not pass a device.
+        self._device = torch.device("cpu")
+        if "cpu" not in kinds:
+            accelerator = torch.accelerator.current_accelerator()
+            if accelerator is None:
+                raise Unsupported(f"group= of {', '.join(kinds)}, and there is none of these here")
+            self._device = accelerator
+        self._deadline = deadline
+        self._wait_s = MEET_S
+        # Loads by a group are made by all of its ranks, so they count alike.
+        self._call = next(_calls.setdefault(group.group_name, itertools.count()))
+
+    def tell(self, step: Callable[[], bytes], doing: str) -> list[bytes]:
+        """Do something, and hear what every rank has to say of it, in the order of ranks.
+
+        Raises what the step raises, and RankFailed if it failed elsewhere: on all ranks, and all
+        can go on to use the group.
+        """
+        said, failure = b"", None
+        try:
+            self._deadline.left(doing)
+            said = step()
+            if len(said) > MAX_SAID_BYTES:
+                raise TooLarge(f"{doing}: {len(said)} bytes to tell; at most {MAX_SAID_BYTES}")
+        except BaseException as why:  # noqa: BLE001  raised when the others know of it
+            failure = why
+        headers = [_memory(_HEADER.size) for _ in range(self.size)]
+        headers[self.rank][:] = _header(len(said), failure)
+        self.swap(
+            [Parcel(rank, headers[self.rank]) for rank in self._others],
+            [Parcel(rank, headers[rank]) for rank in self._others],
+            doing,
+        )
+        self._wait_s = WAIT_S
+        if failure is not None:
+            raise failure
+        lengths = self._checked(headers)
+        answers = [_memory(length) for length in lengths]
+        answers[self.rank][:] = said
+        self.swap(
+            [Parcel(rank, answers[self.rank]) for rank in self._others],
+            [Parcel(rank, answers[rank]) for rank in self._others],
+            doing,
+        )
+        return [bytes(answer) for answer in answers]
+
+    def swap(self, sends: Sequence[Parcel], receives: Sequence[Parcel], doing: str) -> None:
+        """Send and receive, all at once. What two ranks exchange matches in order and length.
+
+        Raises RankFailed, naming who did not answer; the group is then of no use any more.
+        """
+        import torch
+        import torch.distributed as dist
+
+        arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
+        operations, peers = [], []
+        for operation, parcels in ((dist.isend, sends), (dist.irecv, receives)):
+            for parcel in parcels:
+                if not parcel.memory.nbytes:
+                    continue
+                host = torch.from_numpy(np.frombuffer(parcel.memory, np.uint8))
+                there = host.to(self._device)  # itself, where that is the host
+                if operation is dist.irecv:
+                    arriving.append((host, there))
+                operations.append(
+                    dist.P2POp(operation, there, group=self._group, group_peer=parcel.rank)
+                )
+                peers.append(parcel.rank)
+        if not operations:
+            return
+        waited_for: int | None = None
+        try:
+            works = dist.batch_isend_irecv(operations)
+            for number, work in enumerate(works):
+                waited_for = peers[number] if len(works) == len(peers) else None
+                work.wait(self._patience)
+        except RuntimeError as why:
+            self._blame(waited_for, doing, why)
+        for host, there in arriving:
+            if there is not host:
+                host.copy_(there)
+
+    @property
+    def _patience(self) -> timedelta:
+        """A rank whose time is up still has to hear it from, or say it to, the others."""
+        left_s = max(0.0, self._deadline.at - time.monotonic())
+        return timedelta(seconds=min(self._wait_s, left_s + GRACE_S))
+
+    @property
+    def _others(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank != self.rank]
+
+    def _checked(self, headers: Sequence[memoryview]) -> list[int]:
+        lengths = []
+        for rank, header in enumerate(headers):
+            length, text_bytes, text = _HEADER.unpack(header)
+            if text_bytes:
+                said = text[: max(0, text_bytes)].decode(errors="replace")
+                raise RankFailed([self._name(rank)], said)
+            if not 0 <= length <= MAX_SAID_BYTES:
+                raise Refused(f"rank {self._name(rank)} has {length} bytes to say: too many")
+            lengths.append(length)
+        return lengths
+
+    def _blame(self, waited_for: int | None, doing: str, why: RuntimeError) -> NoReturn:
+        """One connection that breaks breaks others, so who is gone is found by a roll call."""
+        missing = self._missing()
+        if not missing and waited_for is not None:
+            missing = [waited_for]
+        names = [self._name(rank) for rank in missing]
+        _log.warning("group.broken", missing=names, doing=doing, reason=str(why)[:200])
+        reason = f"did not answer while {doing}; the group is broken: {str(why)[:200]}"
+        raise RankFailed(names, reason) from why
+
+    def _missing(self) -> list[int]:
+        """The ranks that do not answer in the store by which the group was made."""
+        keys = [f"weightyard/{self._call}/{rank}" for rank in range(self.size)]
+        here = {self.rank}
+        try:
+            store = self._group.get_group_store()
+            store.set(keys[self.rank], "here")
+            until = time.monotonic() + ROLL_CALL_S
+            while len(here) < self.size and time.monotonic() < until:
+                here |= {rank for rank in self._others if store.check([keys[rank]])}
+                time.sleep(_POLL_S)
+        except RuntimeError as why:
+            # Who keeps the store may have left before us, or be the one that is gone.
+            _log.warning("group.no_store", reason=str(why)[:200])
+            if len(here) == 1:
+                return []
+        return [rank for rank in self._others if rank not in here]
+
+    def _name(self, rank: int) -> int:
+        import torch.distributed as dist
+
+        return dist.get_global_rank(self._group, rank)
+
+
+def _memory(length: int) -> memoryview:
+    return np.empty(length, np.uint8).data
+
+
+def _header(length: int, failure: BaseException | None) -> bytes:
+    text = b""
+    if failure is not None:
+        kind = failure.code if isinstance(failure, YardError) else type(failure).__name__
+        text = f"{kind}: {failure}".encode()[:496]
+    return _HEADER.pack(length, len(text), text)

@@ -1,0 +1,252 @@
+"""Sharing: which rank of a group reads what, so that together they read it once. Pure.
+
+Every rank knows what every rank wants, where the blocks lie and where the ranks are, and comes to
+the same answer by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, pairwise
+from typing import TypeAlias
+
+import numpy as np
+
+from weightyard.errors import Refused
+from weightyard.format.block import CHUNK_BYTES, MIB
+from weightyard.format.manifest import BlockEntry, Extent
+from weightyard.loader.plan import TensorPlan
+from weightyard.storage.store import Replica
+from weightyard.transfer.plan import RUN_BYTES
+from weightyard.transfer.replicas import Place
+
+ROUND_BYTES = 64 * MIB
+"""What a group reads and exchanges at a time; more only if that is under a chunk for each rank."""
+
+_PARTS = 4
+"""A rank reads at least so many portions, if there is enough to read: so the shares are even."""
+
+_MOST_SHARES = 2
+"""Nearness gives no rank more than this many times its even share."""
+
+Wants: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
+"""What a rank wants: by the number of a block, runs of its chunks, as first and end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lying:
+    """Where a block lies."""
+
+    pack: str = ""
+    replicas: tuple[Replica, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Portion:
+    """Neighbouring bytes that one rank reads, for itself and others."""
+
+    reader: int
+    wanting: tuple[int, ...]
+    """The ranks that want it; the reader is one of them."""
+    extents: tuple[Extent, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(extent.length for extent in self.extents)
+
+    @property
+    def is_shared(self) -> bool:
+        return len(self.wanting) > 1
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """Who reads what, in rounds: what was read in one is exchanged before that of the next."""
+
+    rounds: tuple[tuple[Portion, ...], ...]
+
+    @property
+    def bytes(self) -> int:
+        """What all ranks together read."""
+        return sum(portion.length for portions in self.rounds for portion in portions)
+
+    def read_by(self, rank: int) -> Iterator[Portion]:
+        for portions in self.rounds:
+            yield from (portion for portion in portions if portion.reader == rank)
+
+
+def wants_of(plans: Iterable[TensorPlan]) -> Wants:
+    """What plans need: whole chunks, the least that can be read and checked."""
+    runs: dict[int, list[tuple[int, int]]] = {}
+    for plan in plans:
+        for fetch in plan.fetches:
+            for extent in fetch.extents:
+                first, end = extent.offset, extent.offset + extent.length
+                run = first // CHUNK_BYTES, -(-end // CHUNK_BYTES)
+                runs.setdefault(extent.block, []).append(run)
+    return {block: _merged(runs[block]) for block in sorted(runs)}
+
+
+def encode_wants(wants: Wants) -> bytes:
+    rows = [(block, *run) for block, runs in wants.items() for run in runs]
+    return np.array(rows, "<i8").tobytes()
+
+
+def decode_wants(data: bytes, blocks: Sequence[BlockEntry], *, whole: bool = False) -> Wants:
+    """What another rank wants, if `whole` widened to whole blocks. Raises Refused."""
+    if len(data) % 24:
+        raise Refused("what another rank wants cannot be read: is its weightyard the same?")
+    wants: dict[int, list[tuple[int, int]]] = {}
+    for block, first, end in np.frombuffer(data, "<i8").reshape(-1, 3).tolist():
+        if not 0 <= block < len(blocks) or not 0 <= first < end <= _chunks(blocks[block]):
+            raise Refused("another rank wants what the version does not have: is it the same?")
+        wants.setdefault(block, []).append((0, _chunks(blocks[block])) if whole else (first, end))
+    return {block: _merged(runs) for block, runs in wants.items()}
+
+
+def shared_blocks(wants: Sequence[Wants]) -> list[int]:
+    """The blocks that more than one rank wants something of."""
+    seen: set[int] = set()
+    twice: set[int] = set()
+    for one in wants:
+        twice |= seen & one.keys()
+        seen |= one.keys()
+    return sorted(twice)
+
+
+def split_reads(
+    wants: Sequence[Wants],
+    blocks: Sequence[BlockEntry],
+    lying: Mapping[int, Lying],
+    places: Sequence[Place],
+    *,
+    whole: bool = False,
+    round_bytes: int = ROUND_BYTES,
+) -> Split:
+    """Every chunk that is wanted is read once, by a rank that wants it.
+
+    By the one that is nearest to a replica of it, within bounds; of equally near ones by the one
+    that has the least to read. `whole`: no block is cut.
+    """
+    pieces = list(_pieces(wants, blocks))
+    total = sum(piece.bytes for piece in pieces)
+    each = max(CHUNK_BYTES, min(RUN_BYTES, round_bytes // len(wants)))
+    longest = max(CHUNK_BYTES, min(each, total // (_PARTS * len(wants))))
+    portions = list(_joined(pieces, lying, longest // CHUNK_BYTES * CHUNK_BYTES, whole))
+    taken = [0] * len(wants)
+    for portion in portions:
+        if not portion.is_shared:
+            taken[portion.reader] += portion.length
+    most = _MOST_SHARES * total // len(wants)
+    hops: dict[str, list[int]] = {}
+    queues: list[list[Portion]] = [[] for _ in wants]
+    for portion in portions:
+        reader = portion.reader
+        if portion.is_shared:
+            where = lying.get(portion.extents[0].block, _NOWHERE)
+            if where.pack not in hops:
+                hops[where.pack] = [_nearest(place, where.replicas) for place in places]
+            far, length = hops[where.pack], portion.length
+            reader = min(
+                portion.wanting,
+                key=lambda rank: (taken[rank] + length > most, far[rank], taken[rank], rank),
+            )
+            taken[reader] += length
+        queues[reader].append(Portion(reader, portion.wanting, portion.extents))
+    return Split(tuple(_rounds(queues, each)))
+
+
+@dataclass(slots=True)
+class _Piece:
+    """A run of a block's bytes that the same ranks want."""
+
+    block: int
+    start: int
+    end: int
+    wanting: tuple[int, ...] = field(default=())
+
+    @property
+    def bytes(self) -> int:
+        return self.end - self.start
+
+
+def _pieces(wants: Sequence[Wants], blocks: Sequence[BlockEntry]) -> Iterator[_Piece]:
+    """What anybody wants, in the order of the manifest."""
+    alike: dict[bytes, tuple[Wants, list[int]]] = {}
+    for rank, one in enumerate(wants):  # often all want the same
+        alike.setdefault(encode_wants(one), (one, []))[1].append(rank)
+    for block in sorted({block for one, _ in alike.values() for block in one}):
+        runs = [
+            (first, end, ranks)
+            for one, ranks in alike.values()
+            for first, end in one.get(block, ())
+        ]
+        cuts = sorted({first for first, _, _ in runs} | {end for _, end, _ in runs})
+        for begin, stop in pairwise(cuts):
+            wanting = [rank for first, end, ranks in runs if first <= begin < end for rank in ranks]
+            if wanting:
+                end_byte = min(stop * CHUNK_BYTES, blocks[block].raw_bytes)
+                yield _Piece(block, begin * CHUNK_BYTES, end_byte, tuple(sorted(wanting)))
+
+
+def _joined(
+    pieces: Iterable[_Piece], lying: Mapping[int, Lying], longest: int, whole: bool
+) -> Iterator[Portion]:
+    """Portions of at most so many bytes, each of one pack; for now the first wanting rank reads."""
+    members: list[Extent] = []
+    used, last = 0, None
+    for piece in pieces:
+        kind = piece.wanting, lying.get(piece.block, _NOWHERE).pack
+        step = piece.bytes if whole else longest
+        for start in range(piece.start, piece.end, step):
+            extent = Extent(piece.block, start, min(step, piece.end - start))
+            if last is not None and (kind != last or used + extent.length > longest):
+                yield Portion(last[0][0], last[0], tuple(members))
+                members, used = [], 0
+            members.append(extent)
+            used += extent.length
+            last = kind
+    if last is not None:
+        yield Portion(last[0][0], last[0], tuple(members))
+
+
+def _rounds(queues: Sequence[Sequence[Portion]], each: int) -> Iterator[tuple[Portion, ...]]:
+    """From every rank's queue so many bytes, and at least one portion: so all are reading."""
+    numbered: dict[int, list[Portion]] = {}
+    for queue in queues:
+        number = used = 0
+        for portion in queue:
+            if used and used + portion.length > each:
+                number, used = number + 1, 0
+            used += portion.length
+            numbered.setdefault(number, []).append(portion)
+    yield from (tuple(numbered[number]) for number in sorted(numbered))
+
+
+def _nearest(place: Place, replicas: Sequence[Replica]) -> int:
+    sound = [replica for replica in replicas if replica.state == "normal"] or replicas
+    return min((place.hops(replica) for replica in sound), default=0)
+
+
+def _merged(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Runs in order, those that touch made one."""
+    merged: list[tuple[int, int]] = []
+    for first, end in sorted(runs):
+        if merged and first <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((first, end))
+    return merged
+
+
+def _chunks(block: BlockEntry) -> int:
+    return -(-block.raw_bytes // CHUNK_BYTES)
+
+
+def offsets(portion: Portion) -> list[int]:
+    """Where each extent begins in the bytes of a portion."""
+    return [*accumulate((extent.length for extent in portion.extents), initial=0)][:-1]
+
+
+_NOWHERE = Lying()
