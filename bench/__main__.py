@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -15,7 +17,23 @@ from rich import box
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from bench import catalogue, machine, memory, models, push, reads, report, service
+from bench import (
+    asked,
+    catalogue,
+    faults,
+    link,
+    load,
+    machine,
+    memory,
+    models,
+    node,
+    push,
+    reads,
+    report,
+    service,
+    swap,
+)
+from bench.about import LOADING_SECTIONS
 from bench.samples import Footprint, Memory, Results, Row, Table, Timed
 from bench.site import Site
 from weightyard.testing.cluster import MiniCluster
@@ -24,8 +42,21 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
 
-SECTIONS = ("reads", "loading", "writing", "push", "memory", "codec", "catalogue", "service")
-ON_HDFS = frozenset(("reads", "loading", "writing", "push", "memory"))
+TIMED: Mapping[str, Callable[..., tuple[Row, ...]]] = {
+    "reads": reads.run,
+    "loading": models.run_loading,
+    "writing": models.run_writing,
+    "push": push.run,
+    "load": load.run_load,
+    "link": link.run,
+    "node": node.run_node,
+    "local": node.run_local,
+    "swap": swap.run,
+    "rank": load.run_rank,
+    "stream": load.run_stream,
+}
+SECTIONS = (*TIMED, "faults", "memory", "codec", "catalogue", "service")
+ON_HDFS = frozenset((*TIMED, "memory"))
 _UNITS = {"MiB": 2**20, "GiB": 2**30}
 _GIB = 2**30
 
@@ -49,8 +80,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             console.rule(name)
             section = _measure(name, site, options, console)
             results = msgspec.structs.replace(results, **{name: section})
-            write_results(results)
-    console.print(f"wrote {PAGE.relative_to(HERE.parent)} and {RESULTS.relative_to(HERE.parent)}")
+            if not options.dry:
+                write_results(results)
+    if not options.dry:
+        console.print(
+            f"wrote {PAGE.relative_to(HERE.parent)} and {RESULTS.relative_to(HERE.parent)}"
+        )
 
 
 def read_results(path: Path) -> Results:
@@ -70,6 +105,9 @@ def write_results(results: Results) -> None:
 def _measure(
     name: str, site: Site | None, options: argparse.Namespace, console: Console
 ) -> Timed | Memory | Table:
+    if name == "faults":
+        rows = faults.run(options.size, options.kills, _saying(console))
+        return _said(name, Timed(machine.measured_now(), rows), console)
     if site is None or name not in ON_HDFS:
         return Table(machine.measured_now(), _tables(name, options, console))
     measured = machine.measured_now(site.shell)
@@ -81,17 +119,19 @@ def _measure(
         section = Memory(measured, memory.run(site, options.tensor, say))
         console.print(_rich(*report.memory_table(section)))
         return section
-    run: Callable[..., tuple[Row, ...]] = {
-        "reads": reads.run,
-        "loading": models.run_loading,
-        "writing": models.run_writing,
-        "push": push.run,
-    }[name]
     with console.status("measuring"):
-        timed = Timed(measured, run(site, options.size, options.repeat, _saying(console)))
+        rows = TIMED[name](site, options.size, options.repeat, _saying(console))
+    return _said(name, Timed(measured, rows), console)
+
+
+def _said(name: str, timed: Timed, console: Console) -> Timed:
+    """A section as the terminal shows it."""
     console.print(_rich(*report.short_table(timed)))
-    for ratio in [*report.ratios_of(timed.rows), *report.push_notes(timed.rows)]:
-        console.print(f"  {ratio}".replace("**", ""))
+    lines = [*asked.claims(name, timed.rows), *report.push_notes(timed.rows)]
+    if name not in LOADING_SECTIONS:
+        lines = [*map(str, report.ratios_of(timed.rows)), *lines]
+    for line in lines:
+        console.print(f"  {line}".replace("**", ""), highlight=False)
     for note in report.failures_of(timed.rows):
         console.print(f"  {note}", style="yellow", markup=False)
     return timed
@@ -147,6 +187,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", type=_size, default=_GIB, help="of a file or model; 1GiB")
     parser.add_argument("--tensor", type=_size, default=4 * _GIB, help="of the memory section")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--dry", action="store_true", help="write nothing: only try it")
+    parser.add_argument("--kills", type=int, default=3, help="of the faults section; 3")
     parser.add_argument(
         "--versions",
         type=lambda text: tuple(int(size) for size in text.split(",")),
@@ -171,4 +213,6 @@ def _size(text: str) -> int:
 
 
 if __name__ == "__main__":
+    # Files in memory outlive a process that is ended without a chance to remove them.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     main()

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
-from bench.buffers import touched
+from bench.buffers import fresh, touched
 from bench.site import Site
 from bench.worker import Prepare
 
@@ -23,18 +23,20 @@ _TIMEOUT_S = 60
 class Receiver:
     """Receives from sender processes, one for each stream, with nothing to parse on the way."""
 
-    def __init__(self, site: Site, *, length: int, streams: int, by_sendfile: bool) -> None:
-        into = touched(length)
-        share = -(-length // streams)
-        self._parts = [into[start : start + share] for start in range(0, length, share)]
+    def __init__(
+        self, site: Site, *, length: int, streams: int, by_sendfile: bool, is_fresh: bool = False
+    ) -> None:
+        self._length, self._share = length, -(-length // streams)
+        self._kept = None if is_fresh else touched(length)
+        lengths = [len(part) for part in self._parts()]
         self._pool = ThreadPoolExecutor(streams)
         self._connections: list[socket.socket] = []
         self.server_pids: list[int] = []
         with socket.create_server(("127.0.0.1", 0)) as listener:
             listener.settimeout(_TIMEOUT_S)
             port = listener.getsockname()[1]
-            for part in self._parts:
-                arguments = [str(port), str(len(part)), str(int(by_sendfile))]
+            for part_bytes in lengths:
+                arguments = [str(port), str(part_bytes), str(int(by_sendfile))]
                 sender = subprocess.Popen([sys.executable, "-m", "bench.loopback", *arguments])
                 self.server_pids.append(sender.pid)
                 connection, _ = listener.accept()
@@ -43,8 +45,12 @@ class Receiver:
                 self._connections.append(connection)
 
     def __call__(self) -> list[memoryview]:
-        list(self._pool.map(_receive_part, self._connections, self._parts))
+        list(self._pool.map(_receive_part, self._connections, self._parts()))
         return []
+
+    def _parts(self) -> list[memoryview]:
+        into = fresh(self._length) if self._kept is None else self._kept
+        return [into[start : start + self._share] for start in range(0, self._length, self._share)]
 
 
 def _receive_part(connection: socket.socket, part: memoryview) -> None:

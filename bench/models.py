@@ -42,6 +42,22 @@ HDFS_FILE = f"{FOLDER}/model.safetensors"
 
 def make_model(file: Path, tensor_bytes: int) -> str:
     """Write a safetensors file of normally distributed weights; returns the tensors' digest."""
+    random = np.random.default_rng(2)
+
+    def words() -> bytes:
+        weights = random.standard_normal(WIDTH * WIDTH, np.float32) * np.float32(0.02)
+        return bf16_words(weights)
+
+    return write_model(file, tensor_bytes, words)
+
+
+def bf16_words(values: np.ndarray) -> bytes:
+    """fp32 values cut to bf16."""
+    return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+
+
+def write_model(file: Path, tensor_bytes: int, words: Callable[[], bytes]) -> str:
+    """Write a safetensors file of tensors whose bytes `words` gives; returns their digest."""
     names = [f"layers.{n:03}.weight" for n in range(max(1, tensor_bytes // TENSOR_BYTES))]
     header = {
         name: {
@@ -53,14 +69,13 @@ def make_model(file: Path, tensor_bytes: int) -> str:
     }
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    random, hasher = np.random.default_rng(2), blake3()
+    hasher = blake3()
     with file.open("wb") as out:
         out.write(struct.pack("<Q", len(text)) + text)
         for _ in names:
-            weights = random.standard_normal(WIDTH * WIDTH, np.float32) * np.float32(0.02)
-            words = (weights.view(np.uint32) >> 16).astype(np.uint16).tobytes()
-            hasher.update(words)
-            out.write(words)
+            tensor = words()
+            hasher.update(tensor)
+            out.write(tensor)
     return hasher.hexdigest()
 
 
@@ -146,7 +161,7 @@ def load_file(site: Site, *, by: str, path: str, length: int) -> Action:
     from safetensors.torch import load
 
     read = _whole_file(site, by, path)
-    return lambda: _as_bytes(load(read()))
+    return lambda: as_bytes(load(read()))
 
 
 def load_views(site: Site, *, by: str, path: str, length: int) -> Action:
@@ -180,9 +195,35 @@ def load_got(site: Site, *, path: str, length: int) -> Action:
 
     def load() -> list[memoryview]:
         get()
-        return _as_bytes(load_local(Path(site.scratch, "got")))
+        return as_bytes(load_local(Path(site.scratch, "got")))
 
     return load
+
+
+def load_torch(site: Site, *, path: str, length: int) -> Action:
+    """What people have written for years: WebHDFS into memory, then `torch.load`."""
+    import io
+
+    import torch
+
+    read = _whole_file(site, "webhdfs", path)
+
+    def load() -> list[memoryview]:
+        return as_bytes(torch.load(io.BytesIO(read()), weights_only=True))  # noqa: TID251  a peer
+
+    return load
+
+
+def save_torch(site: Site, *, file: str, to: str) -> Action:
+    """The same tensors as `torch.save` writes them."""
+    import torch
+    from safetensors.torch import load_file as load_local
+
+    def save() -> list[memoryview]:
+        torch.save(load_local(file), to)
+        return []
+
+    return save
 
 
 def _whole_file(site: Site, by: str, path: str) -> Callable[[], bytes]:
@@ -229,7 +270,8 @@ def as_tensors(buffers: Sequence[memoryview]) -> list[Any]:
     return [torch.frombuffer(buffer, dtype=torch.bfloat16) for buffer in buffers]
 
 
-def _as_bytes(tensors: Mapping[str, Any]) -> list[memoryview]:
+def as_bytes(tensors: Mapping[str, Any]) -> list[memoryview]:
+    """The memory of tensors, by their names in order."""
     import torch
 
     return [tensors[name].view(torch.uint8).numpy().data.cast("B") for name in sorted(tensors)]
@@ -242,6 +284,8 @@ TASKS: Mapping[str, Prepare] = {
     "models.load_file": load_file,
     "models.load_views": load_views,
     "models.load_got": load_got,
+    "models.load_torch": load_torch,
+    "models.save_torch": save_torch,
 }
 
 
@@ -270,7 +314,7 @@ def run_loading(
         put = {"file": str(file), "path": HDFS_FILE, "replication": 1}
         site.run_child("models.write_stream", {**put, "is_repeatable": False})
         options = {"path": HDFS_FILE, "length": file.stat().st_size, "digest": digest}
-        for who, way, task, more in _PEER_LOADS:
+        for who, way, task, more in PEER_LOADS:
             row = Row(Kind.PEER, who, way, length, is_fresh=True)
             planned.append(Planned(row, task, {**options, **more}))
         return measure(site, planned, repeat, done)
@@ -278,7 +322,7 @@ def run_loading(
         _remove(site)
 
 
-_PEER_LOADS: Sequence[tuple[str, str, str, Mapping[str, str]]] = (
+PEER_LOADS: Sequence[tuple[str, str, str, Mapping[str, str]]] = (
     ("pyarrow with libhdfs", "safetensors.load", "models.load_file", {"by": "libhdfs"}),
     ("pyarrow with libhdfs", "4 threads, views", "models.load_views", {"by": "libhdfs"}),
     ("hdfs-native", "safetensors.load", "models.load_file", {"by": "native"}),

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bench.about import LOADING_SECTIONS
+from bench.asked import claims
 from bench.samples import (
     MEMORY_LIMIT_BYTES,
     Kind,
@@ -122,6 +124,17 @@ def render(results: Results) -> str:
             body = markdown(*timed_table(section))
             notes = ["", *(f"- {note}" for note in failures_of(section.rows))]
             parts.append(_section(text, section.measured, machines, [*ratios, "", body, *notes]))
+    for name, text in LOADING_SECTIONS.items():
+        section = getattr(results, name)
+        if section is not None:
+            lines = [
+                extent_of(section.rows),
+                "",
+                *(f"- {one}" for one in claims(name, section.rows)),
+            ]
+            body = markdown(*timed_table(section))
+            notes = ["", *(f"- {note}" for note in failures_of(section.rows))]
+            parts.append(_section(text, section.measured, machines, [*lines, "", body, *notes]))
     if results.memory is not None:
         body = markdown(*memory_table(results.memory))
         parts.append(_section(_MEMORY, results.memory.measured, machines, [body]))
@@ -197,7 +210,11 @@ def _ratio(row: Row, other: Row, role: str = "") -> Ratio:
 
 
 def failures_of(rows: Sequence[Row]) -> list[str]:
-    return [f"{row.name}: no result: {row.failed}" for row in rows if row.failed is not None]
+    return [
+        f"{row.name}: {'a repetition failed' if row.samples else 'no result'}: {row.failed}"
+        for row in rows
+        if row.failed is not None
+    ]
 
 
 def timed_table(section: Timed) -> tuple[Sequence[str], list[Sequence[str]]]:

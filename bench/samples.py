@@ -37,6 +37,12 @@ class Sample(msgspec.Struct, frozen=True):
     """Of everything else on the machine meanwhile: a disturbed repetition shows here."""
     stored_bytes: int = 0
     """What a push wrote, where that is known."""
+    read_bytes: int = 0
+    """What a load got from the store, encoded as it lies there, where that is known."""
+    first_s: float = 0.0
+    """When the first tensor was there, where they come one by one."""
+    went_wrong: int = 0
+    """Requests that failed, or were also sent to a second replica, and were served in the end."""
 
 
 class Row(msgspec.Struct, frozen=True):
@@ -138,6 +144,14 @@ class Results(msgspec.Struct, frozen=True, omit_defaults=True):
     codec: Table | None = None
     catalogue: Table | None = None
     service: Table | None = None
+    load: Timed | None = None
+    link: Timed | None = None
+    node: Timed | None = None
+    local: Timed | None = None
+    swap: Timed | None = None
+    rank: Timed | None = None
+    stream: Timed | None = None
+    faults: Timed | None = None
 
 
 def fastest(rows: Sequence[Row], kind: Kind, who: str = "") -> Row | None:

@@ -31,6 +31,8 @@ class Site(msgspec.Struct, frozen=True):
     namenode_http: str
     conf_dir: str
     datanode_pids: tuple[int, ...]
+    datanodes: tuple[str, ...]
+    """`host:port` blocks are read from."""
     scratch: str
     shell: tuple[str, ...]
     """The command that is `hdfs dfs`."""
@@ -53,6 +55,7 @@ class Site(msgspec.Struct, frozen=True):
             namenode_http=cluster.http_addresses[0],
             conf_dir=str(cluster.conf_dir),
             datanode_pids=tuple(one.identity.pid for one in cluster.datanodes),
+            datanodes=tuple(one.plan.address for one in cluster.datanodes),
             scratch=str(scratch),
             shell=tuple(java.command("org.apache.hadoop.fs.FsShell", cluster.conf_dir)),
             environment=environment,

@@ -24,12 +24,15 @@ from bench.site import Site
 Action: TypeAlias = Callable[[], Sequence[Buffer]]
 """Does the task once; returns the bytes it got, in order, or nothing.
 
-Where others than the DataNodes serve, it has their `server_pids`; where it stores something it may
-say how much in `stored_bytes`.
+Where others than the DataNodes serve, it has their `server_pids`. What a `Sample` says beyond time,
+CPU and memory it may have as an attribute of that name.
 """
 
 Prepare: TypeAlias = Callable[..., Action]
 """Called as `prepare(site, **options)`."""
+
+
+_TOLD = ("stored_bytes", "read_bytes", "first_s", "went_wrong")
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -57,7 +60,7 @@ def sample(action: Action, pids: Sequence[int], digest: str | None) -> Sample:
         server_cpu_s=server_s,
         peak_rss_bytes=peak_rss_bytes(),
         other_cpu_s=max(0.0, all_s - client_s - server_s),
-        stored_bytes=getattr(action, "stored_bytes", 0),
+        **{name: getattr(action, name) for name in _TOLD if hasattr(action, name)},
     )
     if digest is not None and digest_of(received) != digest:
         raise WrongBytes("the bytes read are not the bytes written")
@@ -111,9 +114,9 @@ def status_bytes(field: str) -> int:
 
 def tasks() -> Mapping[str, Prepare]:
     """Every task by its name."""
-    from bench import loopback, memory, models, ours, peers, push
+    from bench import faults, link, loopback, memory, models, node, ours, peers, push, swap, yards
 
-    parts = (ours, peers, loopback, models, memory, push)
+    parts = (ours, peers, loopback, models, memory, push, yards, link, node, swap, faults)
     return {name: task for part in parts for name, task in part.TASKS.items()}
 
 

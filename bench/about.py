@@ -1,0 +1,58 @@
+"""What the page says of each section about loading, before its numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+LOADING_SECTIONS: Mapping[str, str] = {
+    "load": """\
+## Yard.load
+
+A model of bf16 tensors in a yard in HDFS, one copy, by `Yard.load(ref, cache=False)`: the ref
+resolved, placements asked of the registry, packs located, bytes read, checked and decoded into
+new tensors. The peers read the same model as one file, into new memory too; *views* is the best
+that can be made of a peer. The limit receives as many bytes from a socket, into new memory. The
+trained weights are those of a real model, over and over, each time moved on, so that no two blocks
+are equal.""",
+    "link": """\
+## A narrow link
+
+The same by proxies in front of the DataNodes that together pass so many bytes a second. They run on
+the same cores, and count under *others*: where raw does not use most of the link, the machine is
+the limit and not the link.""",
+    "node": """\
+## The second load on a node
+
+`Yard.load` where this node has a snapshot, against `safetensors.torch.load_file` of the same file.
+Both map it. *First use* is the first element of the first tensor; for *the last byte* one of every
+page is read.""",
+    "local": """\
+## The embedded default
+
+Packs in a folder of a local disk, in the page cache, against those who read a file there; until a
+byte of every page was read. `load_file` maps: it copies nothing and checks nothing, and nothing can
+be as fast that does. *Copied*: into memory of the process's own, as all others have it in the end.
+What is to be mapped is a snapshot: see above.""",
+    "swap": """\
+## Following
+
+A model is served, a version of which one block in twenty differs is published, the alias moves. The
+time is from the move until the new version is served, asking every 0.02 s. The values differ in
+their last bit, one in ten. *Delta beside*: the version was pushed with `delta="also"`. MB/s are of
+the whole model, served anew.""",
+    "rank": """\
+## A rank's half
+
+What one of two ranks loads: half of every tensor, along the first dimension.""",
+    "stream": """\
+## One after the other
+
+`Yard.stream`, every tensor kept, against `Yard.load`.""",
+    "faults": """\
+## A DataNode fails in the middle of a load
+
+Three DataNodes, three copies. When a third of the model has come, one DataNode is killed, or
+stopped so that its connections stay open and nothing comes any more; in turns with loads that
+nothing disturbs. It is started again before the next load.""",
+}
+"""By the section's name in `Results`, in the page's order."""

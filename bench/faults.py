@@ -1,0 +1,101 @@
+"""A DataNode is killed, or stopped, in the middle of a load: how often it fails, what it costs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+from bench.models import as_bytes
+from bench.prepared import PLANES, pushed
+from bench.samples import Kind, Row
+from bench.site import ChildFailed, Site
+from bench.worker import Action, Prepare
+from bench.yards import MODEL, opened
+from weightyard.testing.cluster import MiniCluster
+
+UNDISTURBED, KILLED, STOPPED = "undisturbed", "one killed", "one stopped"
+_SIGNALS = {KILLED: signal.SIGKILL, STOPPED: signal.SIGSTOP}
+DATANODES = 3
+
+
+class _Load:
+    """Loads; from the second time on, a process is sent a signal when a third has come."""
+
+    def __init__(self, url: str, folder: str, length: int, victim: int, sent: int) -> None:
+        self._yard = opened(url, folder)
+        self._length, self._victim, self._sent = length, victim, sent
+        self._loads = self._come = 0
+        self.read_bytes = self.went_wrong = 0
+        self.server_pids = ()
+        """Of one that is killed no CPU time can be asked."""
+
+    def __call__(self) -> Sequence[memoryview]:
+        self._loads += 1
+        self._come = 0
+        weights = self._yard.load(MODEL, cache=False, progress=self._progress)
+        self.read_bytes = weights.report.stored_bytes
+        self.went_wrong = len(weights.report.failed) + weights.report.hedged
+        return as_bytes(weights)
+
+    def _progress(self, amount: int) -> None:
+        self._come += amount
+        if self._sent and self._loads > 1 and self._come >= self._length // 3:
+            os.kill(self._victim, self._sent)
+            self._sent = 0
+
+
+def load(site: Site, *, url: str, folder: str, length: int, victim: int, sent: int) -> Action:
+    return _Load(url, folder, length, victim, sent)
+
+
+TASKS: Mapping[str, Prepare] = {"faults.load": load}
+
+
+def run(length: int, kills: int, done: Callable[[Row], object]) -> tuple[Row, ...]:
+    """On a cluster of its own, whose DataNodes are started again after each."""
+    scratch = Path(tempfile.mkdtemp(prefix="weightyard-bench-"))
+    try:
+        with MiniCluster(datanodes=DATANODES, racks=("a",)) as cluster:
+            return _run(cluster, scratch, length, kills, done)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _run(
+    cluster: MiniCluster, scratch: Path, length: int, kills: int, done: Callable[[Row], object]
+) -> tuple[Row, ...]:
+    site = Site.of(cluster, scratch)
+    with pushed(site, length, PLANES, copies=DATANODES) as model:
+        rows = {
+            way: Row(Kind.OURS, "weightyard", way, model.length, group="faults")
+            for way in (UNDISTURBED, KILLED, STOPPED)
+        }
+        for number in range(kills):
+            for way, row in rows.items():
+                site = Site.of(cluster, scratch)  # a DataNode started again has another pid
+                victim = cluster.datanodes[number % DATANODES]
+                options = {
+                    **model.yards[PLANES],
+                    "length": model.length,
+                    "victim": victim.identity.pid,
+                    "sent": int(_SIGNALS.get(way, 0)),
+                    "digest": model.digest,
+                }
+                try:
+                    rows[way] = row.with_sample(site.run_child("faults.load", options))
+                except ChildFailed as why:
+                    rows[way] = msgspec.structs.replace(row, failed=str(why))
+                finally:
+                    if way == KILLED:
+                        cluster.restart(victim)
+                    elif way == STOPPED:
+                        victim.resume()
+                        cluster.wait_until_live(victim)
+                done(rows[way])
+        return tuple(rows.values())
