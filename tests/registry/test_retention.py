@@ -154,3 +154,20 @@ def test_a_version_that_is_held_keeps_its_parents(registry: Registry, store: Loc
     registry.set_retention(BERT, Retention(keep_last=1))
     assert gc(registry, store).versions_removed == 0
     assert numbers(registry) == [4, 3, 2, 1]
+
+
+def test_uses_in_the_same_minute_are_one_write(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    ref = Ref.parse(push(registry, store, noise(1)).ref)
+    registry.mark_used(ref)
+    first = registry.resolve(ref).last_used
+    registry.mark_used(ref)
+    assert registry.resolve(ref).last_used == first
+    pass_time(database, 61)
+    before = registry.resolve(ref).last_used
+    registry.mark_used(ref)
+    after = registry.resolve(ref).last_used
+    assert before is not None
+    assert after is not None
+    assert after > before

@@ -175,8 +175,12 @@ class Registry(Closing):
         self._change(lambda tx: versions.remove_model(tx, name, self._or_me(who)))
 
     def mark_used(self, ref: Ref) -> None:
-        """Note that a version is being loaded, for retention by last use."""
-        self.database.write(lambda tx: versions.mark_used(tx, ref))
+        """Note that a version is being loaded, for retention by last use.
+
+        At most once a minute: a thousand nodes that start together are not a thousand writes.
+        """
+        if not self.database.read(lambda tx: versions.is_use_noted(tx, ref)):
+            self.database.write(lambda tx: versions.mark_used(tx, ref))
 
     def set_retention(
         self, name: ModelName, retention: Retention | None, *, who: str | None = None

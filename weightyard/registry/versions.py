@@ -15,6 +15,8 @@ from weightyard.registry.database import now_ms
 from weightyard.registry.rows import clock, insert_missing, moment, record_event
 from weightyard.registry.schema import FileState
 
+_USE_NOTED_MS = 60_000
+
 _v, _m, _a = schema.versions, schema.models, schema.aliases
 _parent, _parent_model = _v.alias("parent"), _m.alias("parent_model")
 
@@ -254,6 +256,12 @@ def annotate(
     version = get(tx, row.id)
     outbox.put_journal(tx, "annotated", subject, who, dict(changes))
     return version
+
+
+def is_use_noted(tx: Connection, ref: Ref) -> bool:
+    """Whether a version was noted as used so lately that noting it again says nothing new."""
+    used_ms = find(tx, ref).used_ms
+    return used_ms is not None and used_ms > clock(tx) - _USE_NOTED_MS
 
 
 def mark_used(tx: Connection, ref: Ref) -> None:
