@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from functools import partial
@@ -36,6 +37,8 @@ from weightyard.testing.cluster.ports import PortBlock
 from weightyard.testing.cluster.processes import Leash
 from weightyard.testing.cluster.replicas import ReplicaFile
 from weightyard.testing.cluster.shared_classes import ArchiveInTheMaking, listing, sharing
+
+_SETTLED_S = 5.0
 
 
 class MiniCluster:
@@ -163,11 +166,19 @@ class MiniCluster:
 
     def wait_until_live(self, datanode: Daemon) -> None:
         """Until a DataNode that was started or resumed serves and its blocks are known again."""
+        counted: int | None = None
+        counted_at = 0.0
 
         def is_live() -> bool:
+            nonlocal counted, counted_at
             held = served_blocks(datanode.plan.http)
             known = live_datanodes(self.active.plan.http).get(datanode.plan.address)
-            return held is not None and known is not None and known >= held
+            if held is None or known is None:
+                return False
+            if known != counted:
+                counted, counted_at = known, time.monotonic()
+            # A damaged replica is held and never counted: when nothing changes, that is all.
+            return known >= held or time.monotonic() > counted_at + _SETTLED_S
 
         wait_until(is_live, f"{datanode.name} live", self._timeout_s)
 
