@@ -74,16 +74,26 @@ Job = Callable[[World, int], Any]
 
 
 def run_ranks(
-    world: World, job: Job, *, dead: Collection[int] = (), size: int = RANKS
+    world: World,
+    job: Job,
+    *,
+    dead: Collection[int] = (),
+    size: int = RANKS,
+    is_grouped: bool = True,
 ) -> dict[int, Any]:
-    """What a function comes to on each rank of a new group, but for those that die."""
+    """What a function comes to on each rank of a new group, but for those that die.
+
+    Unless `is_grouped` they have only what a launcher gives them, and make the group themselves.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_ONCE)
     # As a launcher keeps it: whichever rank dies, the store is there.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     answers = {rank: context.Pipe(duplex=False) for rank in range(size)}
     processes = [
-        context.Process(target=_rank, args=(world, job, rank, size, store.port, answers[rank][1]))
+        context.Process(
+            target=_rank, args=(world, job, rank, size, store.port, is_grouped, answers[rank][1])
+        )
         for rank in range(size)
     ]
     try:
@@ -104,7 +114,9 @@ def run_ranks(
             process.join()
 
 
-def _rank(world: World, job: Job, rank: int, size: int, port: int, answer: Any) -> None:
+def _rank(
+    world: World, job: Job, rank: int, size: int, port: int, is_grouped: bool, answer: Any
+) -> None:
     os.environ |= {
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
@@ -114,7 +126,8 @@ def _rank(world: World, job: Job, rank: int, size: int, port: int, answer: Any) 
         "TORCHELASTIC_USE_AGENT_STORE": "True",
     }
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+    if is_grouped:
+        dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     answer.send(job(world, rank))
     os._exit(0)  # a broken group is not worth tearing down
 
