@@ -14,7 +14,7 @@ from blake3 import blake3
 from weightyard.errors import BlockCorrupt, NoSuchThing, Unsupported
 from weightyard.format.manifest import FileEntry, Manifest
 from weightyard.loader.assembled import StateFile, extents_key, fill_state, state_file
-from weightyard.loader.held import held
+from weightyard.loader.leases import held
 from weightyard.loader.private import sync_folder
 from weightyard.loader.snapshot import (
     RECORD_FORMAT,

@@ -23,7 +23,7 @@ from weightyard.errors import (
 from weightyard.format.manifest import Manifest
 from weightyard.loader.asked import Asked
 from weightyard.loader.changes import Content, Holds, content_of, plan_changes
-from weightyard.loader.holding import Holding
+from weightyard.loader.leases import Holding
 from weightyard.loader.plan import TensorPlan
 from weightyard.loader.report import Tally
 from weightyard.loader.resident import Resident

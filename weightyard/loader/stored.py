@@ -26,7 +26,7 @@ from weightyard.loader.batches import (
     one_by_one,
 )
 from weightyard.loader.filling import Filled, Read, fill
-from weightyard.loader.held import held
+from weightyard.loader.leases import held
 from weightyard.loader.origin import Destination, Origin
 from weightyard.loader.placing import HostPlacer, Placer
 from weightyard.loader.plan import TensorPlan, cut

@@ -1,14 +1,14 @@
-"""Held: a version's bytes stay in the store while this process is at them."""
+"""Read leases: versions' bytes stay in the store while this process is at them."""
 
 from __future__ import annotations
 
 import os
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 
-from weightyard.errors import NoSuchThing, NotAllowed, Retryable
+from weightyard.errors import NoSuchThing, NotAllowed, Retryable, YardError
 from weightyard.logs import Log
 from weightyard.names import Ref
 from weightyard.records import ReadLease
@@ -49,6 +49,39 @@ def held(catalogue: Catalogue, ref: str) -> Iterator[None]:
             catalogue.release_lease(lease.id)
         except (Retryable, NotAllowed) as why:
             _log.warning("lease.not_released", version=ref, reason=why)  # it ends by itself
+
+
+class Holding:
+    """Read leases on several versions at once, which come and go. Used by one thread."""
+
+    def __init__(self, catalogue: Catalogue) -> None:
+        self._catalogue = catalogue
+        self._leases: dict[str, ExitStack] = {}
+
+    @property
+    def refs(self) -> frozenset[str]:
+        """Those to be held, whether or not a lease could be had."""
+        return frozenset(self._leases)
+
+    def hold(self, refs: Iterable[str]) -> None:
+        """Hold these and no others: first the new ones, then the old ones are let go."""
+        wanted = list(refs)
+        for ref in wanted:
+            if ref not in self._leases:
+                self._leases[ref] = self._take(ref)
+        for ref in self._leases.keys() - set(wanted):
+            try:
+                self._leases.pop(ref).close()
+            except YardError as why:
+                _log.warning("lease.not_released", version=ref, reason=why)  # it ends by itself
+
+    def _take(self, ref: str) -> ExitStack:
+        with ExitStack() as taking:
+            try:
+                taking.enter_context(held(self._catalogue, ref))
+            except YardError as why:  # such as one that was removed: what is read of it will tell
+                _log.warning("lease.not_taken", version=ref, reason=why)
+            return taking.pop_all()
 
 
 def _renew(catalogue: Catalogue, lease: ReadLease, done: threading.Event) -> None:
