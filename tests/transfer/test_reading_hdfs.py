@@ -277,6 +277,7 @@ def test_giving_up_leaves_no_thread_and_no_connection(kept: Kept, why: str) -> N
         "ctrl-c": KeyboardInterrupt,
         "cancel": Cancelled,
     }[why]
+    of_others = connections_to(ports)  # which stores of other tests keep for their next read
     cancel = Cancel()
     timer = threading.Timer(
         0.4, cancel.cancel if why == "cancel" else lambda: os.kill(os.getpid(), signal.SIGINT)
@@ -305,14 +306,8 @@ def test_giving_up_leaves_no_thread_and_no_connection(kept: Kept, why: str) -> N
         kept.cluster.wait_until_live(daemon)
     assert took_s < 1.5
     assert left == []
-    assert connections_to(ports) <= _other_stores_connections(kept)
+    assert connections_to(ports) <= of_others
     assert why == "ctrl-c" or isinstance(caught.value, YardError)
 
 
 _THREADS = ("weightyard-fetch", "weightyard-decode", "weightyard-locate")
-
-
-def _other_stores_connections(kept: Kept) -> int:
-    """What the module's own store keeps for its next read."""
-    direct = kept.store._store._reading._direct  # type: ignore[attr-defined]
-    return len(direct._idle)
