@@ -4,6 +4,12 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
+# Before the tests, which have a time limit each, and so that none of them waits for the network.
+FETCH_HADOOP := from weightyard.settings import Settings; \
+  from weightyard.testing.cluster.java import installed_java; installed_java(Settings(), say=print)
+
+# Hundreds of processes are started by the tests; each would compile all that it imports.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help run setup setup-dev setup-bench test test-long check fmt bench docker-test clean
 
@@ -55,6 +61,7 @@ $(VENV)/ready-run: pyproject.toml constraints.txt | $(BIN)/uv
 
 $(VENV)/ready-dev: pyproject.toml constraints.txt | $(VENV)/ready-run
 	$(UV) --editable '.[dev]'
+	@$(BIN)/python -c '$(FETCH_HADOOP)'
 	@touch $@
 
 $(VENV)/ready-bench: pyproject.toml constraints.txt | $(VENV)/ready-dev

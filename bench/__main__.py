@@ -20,6 +20,7 @@ from rich.table import Table as RichTable
 from bench import (
     asked,
     catalogue,
+    counting,
     faults,
     link,
     load,
@@ -32,6 +33,7 @@ from bench import (
     report,
     service,
     swap,
+    training,
 )
 from bench.about import LOADING_SECTIONS
 from bench.samples import Footprint, Memory, Results, Row, Table, Timed
@@ -54,9 +56,10 @@ TIMED: Mapping[str, Callable[..., tuple[Row, ...]]] = {
     "swap": swap.run,
     "rank": load.run_rank,
     "stream": load.run_stream,
+    "checkpoints": training.run_checkpoints,
 }
-SECTIONS = (*TIMED, "faults", "memory", "codec", "catalogue", "service")
-ON_HDFS = frozenset((*TIMED, "memory"))
+SECTIONS = (*TIMED, "training", "faults", "memory", "codec", "catalogue", "service")
+ON_HDFS = frozenset((*TIMED, "memory", "training"))
 _UNITS = {"MiB": 2**20, "GiB": 2**30}
 _GIB = 2**30
 
@@ -71,7 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if ON_HDFS & set(wanted):
             console.print("starting HDFS")
             # Without the test cluster's options for a quick start: DataNodes get their best code.
-            cluster = MiniCluster(datanodes=2, racks=("a",), jvm_options=())
+            cluster = MiniCluster(
+                datanodes=2, racks=("a",), jvm_options=(), properties=counting.PROMETHEUS
+            )
             scratch = tempfile.TemporaryDirectory(prefix="weightyard-bench-", dir=_memory_folder())
             site = Site.of(cleanup.enter_context(cluster), Path(cleanup.enter_context(scratch)))
             if site.libhdfs_missing:
@@ -119,6 +124,8 @@ def _measure(
         section = Memory(measured, memory.run(site, options.tensor, say))
         console.print(_rich(*report.memory_table(section)))
         return section
+    if name == "training":
+        return Table(measured, training.run_training(site, options.size, _saying_cells(console)))
     with console.status("measuring"):
         rows = TIMED[name](site, options.size, options.repeat, _saying(console))
     return _said(name, Timed(measured, rows), console)
@@ -127,7 +134,9 @@ def _measure(
 def _said(name: str, timed: Timed, console: Console) -> Timed:
     """A section as the terminal shows it."""
     console.print(_rich(*report.short_table(timed)))
-    lines = [*asked.claims(name, timed.rows), *report.push_notes(timed.rows)]
+    lines = asked.claims(name, timed.rows)
+    if name == "push":
+        lines += report.push_notes(timed)
     if name not in LOADING_SECTIONS:
         lines = [*map(str, report.ratios_of(timed.rows)), *lines]
     for line in lines:
@@ -139,11 +148,7 @@ def _said(name: str, timed: Timed, console: Console) -> Timed:
 
 def _tables(name: str, options: argparse.Namespace, console: Console) -> dict[str, Any]:
     """What the sections that need no HDFS measured."""
-
-    def say(row: Mapping[str, Any]) -> None:
-        cells = (f"{title} {report.cell(value)}" for title, value in row.items())
-        console.print(f"  {', '.join(cells)}", highlight=False)
-
+    say = _saying_cells(console)
     match name:
         case "catalogue":
             return catalogue.run(options.versions, say)
@@ -153,6 +158,14 @@ def _tables(name: str, options: argparse.Namespace, console: Console) -> dict[st
             from bench import codec
 
             return codec.run()
+
+
+def _saying_cells(console: Console) -> Callable[[Mapping[str, Any]], None]:
+    def say(row: Mapping[str, Any]) -> None:
+        cells = (f"{title} {report.cell(value)}" for title, value in row.items())
+        console.print(f"  {', '.join(cells)}", highlight=False)
+
+    return say
 
 
 def _saying(console: Console) -> Callable[[Row], None]:

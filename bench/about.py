@@ -1,4 +1,4 @@
-"""What the page says of each section about loading, before its numbers."""
+"""What the page says of each section about loading and checkpoints, before its numbers."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ LOADING_SECTIONS: Mapping[str, str] = {
 
 A model of bf16 tensors in a yard in HDFS, one copy, by `Yard.load(ref, cache=False)`: the ref
 resolved, placements asked of the registry, packs located, bytes read, checked and decoded into
-new tensors. The peers read the same model as one file, into new memory too; *views* is the best
-that can be made of a peer. The limit receives as many bytes from a socket, into new memory. The
-trained weights are those of a real model, over and over, each time moved on, so that no two blocks
-are equal.""",
+new tensors. The peers read the same model as one file, into new memory too, and hand it to the
+loader that people use. *Views* is the best that can be made of a peer by hand: several threads read
+parts of the file, and the tensors are cut from them without a copy and without a check. The limit
+receives as many bytes from a socket, into new memory. The trained weights are those of a real
+model, over and over, each time moved on, so that no two blocks are equal.""",
     "link": """\
 ## A narrow link
 
@@ -54,5 +55,17 @@ What one of two ranks loads: half of every tensor, along the first dimension."""
 Three DataNodes, three copies. When a third of the model has come, one DataNode is killed, or
 stopped so that its connections stay open and nothing comes any more; in turns with loads that
 nothing disturbs. It is started again before the next load.""",
+    "checkpoints": """\
+## Checkpoints
+
+A dense fp32 training state, weights and both moments of AdamW, sharded by rows over the ranks of a
+job: the first checkpoint of a run, and reading it into tensors that are there, by the same ranks.
+*Stock* is torch's own writer and reader, `FsspecWriter` and `FsspecReader`, on `hdfs://` through
+hdfs-native, as they are by default; hdfs-native's files are helped to tell their position, to be
+closed twice and to read into memory, without which nothing works. Client CPU is of all ranks
+together, memory of the hungriest. What bounds the save is the cores: ranks hash, encode and prove
+every byte before it is sent, on those that the DataNodes use too, so that storing less makes it
+faster only by what it spares the DataNodes; *not compressed* is the same without encoding.
+What was loaded is compared with what was saved, every value.""",
 }
 """By the section's name in `Results`, in the page's order."""

@@ -12,6 +12,8 @@ from bench.node import COPIED, FIRST_USE, LAST_BYTE
 from bench.prepared import PLANES, RAW
 from bench.samples import MB, Kind, Row, fastest
 from bench.swap import FULL, SWAP, SWAP_DELTA
+from bench.training import checkpoint_claims
+from bench.verdicts import at_least, at_most, verdict
 
 LOAD_RAW, LOAD_PLANES, LINK, NODE, LOCAL = 2.5, 1.8, 1.4, 0.95, 1.3
 SWAP_SHARE, RANK_TIME, RANK_BYTES, FAULT_S = 0.15, 0.6, 0.55, 3.0
@@ -23,29 +25,21 @@ def claims(section: str, rows: Sequence[Row]) -> list[str]:
     return [] if made is None else made([row for row in rows if row.samples])
 
 
-def at_least(value: float, asked: float, what: str) -> str:
-    return f"**{value:.2f}×** {what}; asked: {asked:g}× or more{_verdict(value >= asked)}"
-
-
-def at_most(value: float, asked: float, what: str, unit: str = "") -> str:
-    return f"**{value:.2f}{unit}** {what}; asked: {asked:g}{unit} or less{_verdict(value <= asked)}"
-
-
-def _verdict(is_reached: bool) -> str:
-    return "" if is_reached else " – **missed**"
-
-
 def _load(rows: Sequence[Row]) -> list[str]:
     lines = []
     for group, some in _groups(rows).items():
+        plain = fastest([row for row in some if not row.way.endswith("views")], Kind.PEER)
         peer, limit = fastest(some, Kind.PEER), fastest(some, Kind.LIMIT)
         for way, asked in ((RAW, LOAD_RAW), (PLANES, LOAD_PLANES)):
             if (row := _find(some, way)) is None:
                 continue
             got = f"{row.best.read_bytes / row.moved_bytes:.2f} of the bytes"
-            if peer is not None:
-                what = f"the fastest peer ({peer.name}): {group}, {way}, {got}"
-                lines.append(at_least(row.best_rate / peer.best_rate, asked, what))
+            if plain is not None:
+                what = f"the fastest peer ({plain.name}): {group}, {way}, {got}"
+                lines.append(at_least(row.best_rate / plain.best_rate, asked, what))
+            if peer is not None and peer is not plain:
+                times = row.best_rate / peer.best_rate
+                lines.append(f"**{times:.2f}×** the best of a peer ({peer.name}): {group}, {way}")
             if limit is not None:
                 share = row.best_rate / limit.best_rate
                 lines.append(f"**{share:.2f}** of the loopback limit: {group}, {way}")
@@ -149,11 +143,11 @@ def _faults(rows: Sequence[Row]) -> list[str]:
     for way in (KILLED, STOPPED):
         row = _find(rows, way)
         took_s = [] if row is None else [sample.seconds for sample in row.samples]
-        verdict = _verdict(len(took_s) == tries)
+        reached = verdict(len(took_s) == tries)
         felt = sum(sample.went_wrong > 0 for sample in row.samples) if row is not None else 0
         lines.append(
             f"**{len(took_s)} of {tries}** loads succeeded, {way}; {felt} of them had to turn to "
-            f"another DataNode{verdict}"
+            f"another DataNode{reached}"
         )
         if took_s:
             what = f"at most added to {usual_s:.2f} s, {median(took_s) - usual_s:.2f} s as a rule"
@@ -196,4 +190,5 @@ _CLAIMS: Mapping[str, Callable[[Sequence[Row]], list[str]]] = {
     "rank": _rank,
     "stream": _stream,
     "faults": _faults,
+    "checkpoints": checkpoint_claims,
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 
@@ -15,12 +17,21 @@ PIECE_BYTES = 32 * MIB
 
 def touched(length: int) -> memoryview:
     """Memory whose pages are there already, as in a process that reuses its buffers."""
-    return np.full(length, 1, np.uint8).data
+    memory = fresh(length)
+    np.frombuffer(memory, np.uint8)[:] = 1
+    return memory
 
 
 def fresh(length: int) -> memoryview:
-    """Memory whose pages the kernel still has to give: the first write to each costs a fault."""
-    return np.empty(length, np.uint8).data
+    """Memory whose pages the kernel still has to give: the first write to each costs a fault.
+
+    It begins with a page. On some processors of AMD the kernel copies at less than half its speed
+    to memory that lies 16 bytes further into its page than the source, as NumPy's does.
+    """
+    memory = mmap.mmap(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # as NumPy asks for large pages, if there are any
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(memory)
 
 
 def pieces(length: int) -> Iterator[tuple[int, int]]:

@@ -74,7 +74,7 @@ def measure(database: Database, filled: Filled) -> dict[str, float]:
     registry = Registry(database, who="bench")
     refs = [Ref.parse(f"{MODEL}@v{random.randint(1, filled.versions)}") for _ in range(500)]
     refs += [Ref.parse(f"{MODEL}@prod"), Ref.parse(str(MODEL))] * 250
-    random.shuffle(refs)
+    random.Random().shuffle(refs)
     resolved_s = sorted(timed_s(lambda ref=ref: registry.resolve(ref)) for ref in refs)  # type: ignore[misc]
     row = {
         "resolve p50 ms": 1000 * resolved_s[len(refs) // 2],
@@ -96,6 +96,7 @@ def measure(database: Database, filled: Filled) -> dict[str, float]:
     ]
     row["add 1000 s"] = timed_s(lambda: new.add_pack(pack, 1 << 30, placements))
     new.abandon()
+    row["cost s"] = timed_s(lambda: registry.cost(refs[0]))
     return row
 
 

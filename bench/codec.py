@@ -27,7 +27,9 @@ import numpy as np
 import zstandard
 
 from weightyard.codec import Encoded, decode, encode, encode_delta
-from weightyard.codec.frames import decompress_into
+from weightyard.codec.arena import arena
+from weightyard.codec.frames import compress_plane, decompress_into
+from weightyard.codec.planes import merge, split
 from weightyard.format.block import (
     CHUNK_BYTES,
     DEFAULT_BLOCK_BYTES,
@@ -337,6 +339,52 @@ def _plane_major(encoded: Encoded, out: np.ndarray) -> Callable[[], None]:
     return work
 
 
+def parts() -> list[Row]:
+    """What the parts of the work on a bf16 block give alone: the whole is slower than each."""
+    raw = np.frombuffer(bf16_weights(DEFAULT_BLOCK_BYTES), np.uint8)
+    chunks = np.split(raw, raw.size // CHUNK_BYTES)
+    planes = [np.empty((2, CHUNK_BYTES // 2), np.uint8) for _ in chunks]
+    out = np.empty(CHUNK_BYTES, np.uint8)
+    frames: list[bytes] = []
+
+    def split_all() -> None:
+        for chunk, two in zip(chunks, planes, strict=True):
+            arena.clear()
+            split(Codec.PLANES_BF16, chunk, two, arena)
+
+    def merge_all() -> None:
+        for two in planes:
+            arena.clear()
+            merge(Codec.PLANES_BF16, two, out, arena)
+
+    def code_all() -> None:
+        frames[:] = [compress_plane(exponents.data) for exponents, _ in planes]
+
+    def decode_all() -> None:
+        for frame in frames:
+            decompress_into(memoryview(frame), out[: CHUNK_BYTES // 2].data)
+
+    works = {
+        "Huffman coding of the exponents, by zstd": (code_all, decode_all),
+        "splitting and merging planes": (split_all, merge_all),
+    }
+    split_all()
+    return [
+        {
+            "part": name,
+            **rates("encode", raw.size, [_cpu_s(encoding) for _ in range(REPETITIONS)]),
+            **rates("decode", raw.size, [_cpu_s(decoding) for _ in range(REPETITIONS)]),
+        }
+        for name, (encoding, decoding) in works.items()
+    ]
+
+
+def _cpu_s(work: Callable[[], None]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
 def threads() -> list[Row]:
     """How well two threads of one process share the work, by the clock on the wall."""
     raw = bf16_weights(DEFAULT_BLOCK_BYTES)
@@ -401,6 +449,7 @@ def run() -> dict[str, list[Row]]:
     return {
         "throughput": throughput(),
         "deltas": deltas(),
+        "parts": parts(),
         "layouts": layouts(),
         "threads": threads(),
         "memory": memory(),

@@ -76,7 +76,8 @@ def fill(database: Database, filled: Filled) -> None:
         for table in ("models", "versions", "manifests", "blocks", "packs", "lists"):
             if not database.is_sqlite:
                 connection.execute(text(_NEXT_ID.format(table=table)))
-        connection.execute(text(words.analyze))
+        if words.analyze is not None:
+            connection.execute(text(words.analyze))
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,8 @@ class _Words:
     bytes: str
     unchecked: str
     """References hold by the way the rows are made; to look each of them up takes minutes."""
-    analyze: str
+    analyze: str | None
+    """What PostgreSQL does by itself before long; on SQLite nobody does, so it is not done here."""
 
 
 _POSTGRESQL = _Words(
@@ -109,7 +111,7 @@ _SQLITE = _Words(
     hex="printf('%0{width}x', n)",
     bytes="blob",
     unchecked="PRAGMA foreign_keys = OFF",
-    analyze="ANALYZE",
+    analyze=None,
 )
 _NEXT_ID = "SELECT setval(pg_get_serial_sequence('{table}', 'id'), max(id)) FROM {table}"
 
@@ -155,7 +157,9 @@ def table_sizes(database: Database) -> list[dict[str, Any]]:
             if count < 1000:
                 continue
             size = connection.scalar(text(_SIZE[database.is_sqlite]), {"name": table.name})
-            rows.append({"table": table.name, "rows": count, "MiB": round(int(size) / 2**20, 1)})
+            rows.append(
+                {"table": str(table.name), "rows": count, "MiB": round(int(size) / 2**20, 1)}
+            )
     return rows
 
 

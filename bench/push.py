@@ -17,9 +17,9 @@ from bench.rows import Planned, measure
 from bench.samples import Kind, Row
 from bench.site import Site
 from bench.worker import Action, Prepare
+from weightyard.opening import open_yard
 from weightyard.settings import Settings
 from weightyard.transfer.writer import WriteOptions
-from weightyard.yard import open_yard
 
 FOLDER = "/bench/push"
 COPIES = 2

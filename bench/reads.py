@@ -71,6 +71,7 @@ def plan(length: int, digest: str) -> list[Planned]:
     return [
         ours(Kind.OURS, "direct, 1 thread", "direct", 1),
         ours(Kind.OURS, "direct, 4 threads", "direct", 4),
+        ours(Kind.OURS, "direct, 1 thread, fresh memory", "direct", 1, is_fresh=True),
         ours(Kind.OURS, "direct, 4 threads, fresh memory", "direct", 4, is_fresh=True),
         ours(Kind.FALLBACK, "libhdfs, 4 threads", "libhdfs", 4),
         ours(Kind.FALLBACK, "hdfs-native, 4 threads", "hdfs-native", 4),

@@ -9,6 +9,7 @@ from typing import Any
 from bench.about import LOADING_SECTIONS
 from bench.asked import claims
 from bench.samples import (
+    MB,
     MEMORY_LIMIT_BYTES,
     Kind,
     Measured,
@@ -42,7 +43,8 @@ _READS = """\
 One file of random bytes, replication 1, in HDFS blocks of 128 MiB, into memory. Memory is touched
 beforehand where a row does not say *fresh* and the client lets one choose; hdfs-native always
 returns fresh memory. The limit is the same number of bytes through loopback sockets between two
-processes that do nothing else."""
+processes that do nothing else: who is near to it cannot be twice as fast as a peer that reaches
+half of it."""
 
 _LOADING = """\
 ## From HDFS into tensors
@@ -65,7 +67,10 @@ A folder with one safetensors file of bf16 tensors, pushed to a yard in HDFS wit
 hashed, encoded, proved, packed, published, recorded in a new SQLite registry. hdfs-native writes
 the same file from memory, with two copies: in one stream, and cut into as many files as a push
 writes packs at once. Where the DataNodes are the limit, a push at equal concurrency is faster by
-what it need not store, at most: 1 / the size left is the ceiling."""
+what it need not store, at most: 1 / the size left is the ceiling. Where client, NameNode and
+DataNodes share a few cores, the core-seconds below are the limit: what a push saves the DataNodes
+by storing less it spends on hashing, encoding and proving, so that it can be faster than one
+stream only by the time in which that stream lets cores wait."""
 
 _MEMORY = f"""\
 ## Memory beyond the tensor
@@ -73,11 +78,25 @@ _MEMORY = f"""\
 One bf16 tensor written to HDFS and read back, each in a process of its own. What is beyond the
 tensor holds the interpreter and all libraries; {MEMORY_LIMIT_BYTES // _MIB} MiB is the bound."""
 
+_TRAINING = """\
+## Training
+
+*What HDFS counted*: NameNode and DataNodes tell by themselves how often they were called and what
+they sent, for the same state as above; heartbeats and reports are left out. *Needed* is what a
+checkpoint takes in the store, bases of deltas included, read once. *A step that saves*: a small
+transformer on two ranks (FSDP2), a checkpoint in the background every 20 steps; the stall is what
+the loop waits for in such a step, *lost* is what all steps and the end of the last save took longer
+than steps alone. Everything shares the cores of one machine: what encodes in the background takes
+them from the training. *Bytes of checkpoints*: ten steps from each to the next, three after the
+first."""
+
 _CODEC = """\
 ## Codecs
 
 *left* is the size after encoding, of 1; rates are MB of tensor a second of one core's CPU time,
-unless two threads are compared, by the clock. weightyard's rates hold its hashes and checks."""
+unless two threads are compared, by the clock. weightyard's rates hold its hashes and checks.
+*parts* says what bounds them: no way that codes exponents by zstd's Huffman coder is faster than
+that coder alone. ZipNN has a Huffman coder of its own, and takes more time for large tensors."""
 
 _CATALOGUE = """\
 ## The registry at size
@@ -120,7 +139,7 @@ def render(results: Results) -> str:
         if section is not None:
             ratios = [f"{extent_of(section.rows)}", ""]
             ratios += [f"- {ratio}" for ratio in ratios_of(section.rows)]
-            ratios += [f"- {note}" for note in push_notes(section.rows)]
+            ratios += [f"- {note}" for note in push_notes(section)]
             body = markdown(*timed_table(section))
             notes = ["", *(f"- {note}" for note in failures_of(section.rows))]
             parts.append(_section(text, section.measured, machines, [*ratios, "", body, *notes]))
@@ -139,6 +158,7 @@ def render(results: Results) -> str:
         body = markdown(*memory_table(results.memory))
         parts.append(_section(_MEMORY, results.memory.measured, machines, [body]))
     for text, table in (
+        (_TRAINING, results.training),
         (_CODEC, results.codec),
         (_CATALOGUE, results.catalogue),
         (_SERVICE, results.service),
@@ -176,8 +196,9 @@ def _ratios(rows: Sequence[Row]) -> list[Ratio]:
     return ratios
 
 
-def push_notes(rows: Sequence[Row]) -> list[str]:
-    """What rates do not tell of pushes: what was stored, and what the second one took."""
+def push_notes(section: Timed) -> list[str]:
+    """What rates do not tell of pushes: what was stored, what the cores did, the second one."""
+    rows = section.rows
     pushes = [row for row in rows if row.kind is Kind.OURS and row.samples]
     notes = [
         f"{row.name}: {left:.3f} of the tensor bytes were stored; 1 / that is {1 / left:.2f}×"
@@ -185,6 +206,9 @@ def push_notes(rows: Sequence[Row]) -> list[str]:
         if (left := row.best.stored_bytes / row.moved_bytes)
     ]
     first = [row for row in pushes if row.best.stored_bytes]
+    if first:
+        rivals = [row for row in rows if row.samples and row.group == first[0].group]
+        notes += [_core_seconds(row, int(section.measured.machine["cores"])) for row in rivals]
     for again in (row for row in pushes if first and not row.best.stored_bytes):
         if all(row.group != again.group for row in first):
             share = again.best.seconds / first[0].best.seconds
@@ -193,6 +217,19 @@ def push_notes(rows: Sequence[Row]) -> list[str]:
                 f"({first[0].best.seconds:.2f} s); no pack was written"
             )
     return notes
+
+
+def _core_seconds(row: Row, cores: int) -> str:
+    """What a row took of all cores, and how fast it were if none of them ever waited."""
+    best = row.best
+    taken = best.client_cpu_s + best.server_cpu_s + best.other_cpu_s
+    at_best = row.moved_bytes / MB / (taken / cores)
+    return (
+        f"{row.name}: {taken:.1f} core-seconds, of them {best.client_cpu_s:.1f} the client's and "
+        f"{best.server_cpu_s:.1f} the DataNodes'; {cores} cores were busy for "
+        f"{taken / cores / best.seconds:.0%} of {best.seconds:.2f} s, and never waiting would give "
+        f"{at_best:.0f} MB/s"
+    )
 
 
 def extent_of(rows: Sequence[Row]) -> str:

@@ -152,6 +152,8 @@ class Results(msgspec.Struct, frozen=True, omit_defaults=True):
     rank: Timed | None = None
     stream: Timed | None = None
     faults: Timed | None = None
+    checkpoints: Timed | None = None
+    training: Table | None = None
 
 
 def fastest(rows: Sequence[Row], kind: Kind, who: str = "") -> Row | None:

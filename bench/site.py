@@ -11,11 +11,11 @@ from typing import Any
 
 import msgspec
 
-from bench.libhdfs import CannotBuild, build
 from bench.samples import Sample
 from weightyard.settings import Settings
 from weightyard.testing.cluster import MiniCluster
 from weightyard.testing.cluster.java import installed_java
+from weightyard.testing.libhdfs import CannotBuild, build
 
 _CHILD_TIMEOUT_S = 600
 

@@ -10,8 +10,9 @@ from typing import Any, Literal
 from bench.models import as_bytes
 from bench.site import Site
 from bench.worker import Action, Prepare
+from weightyard.opening import open_yard
 from weightyard.settings import Settings
-from weightyard.yard import Yard, open_yard
+from weightyard.yard import Yard
 
 MODEL = "bench/model"
 

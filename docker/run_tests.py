@@ -20,7 +20,7 @@ CONTRACT = "tests/storage/test_hdfs_store.py"
 STORES = ("namenode", "datanode1", "datanode2", "datanode3", "postgres")
 STORES_READY = (
     ("namenode", "python", "docker/daemons.py", "check"),
-    ("postgres", "pg_isready", "--quiet", "--username", "weightyard"),
+    ("postgres", "pg_isready", "--quiet", "--host", "127.0.0.1", "--username", "weightyard"),
 )
 SERVICE_READY = (
     "weightyard",

@@ -20,8 +20,8 @@ import httpx
 import numpy as np
 from safetensors.numpy import save
 
+from weightyard.opening import open_yard
 from weightyard.settings import Settings
-from weightyard.yard import open_yard
 
 SENT, PUSHED = "team/sent", "team/pushed"
 

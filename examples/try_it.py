@@ -20,8 +20,8 @@ import httpx
 from first_model import make_model
 
 from weightyard.errors import NoSuchThing
+from weightyard.opening import open_yard
 from weightyard.settings import Settings
-from weightyard.yard import open_yard
 
 MODEL = "example/tiny"
 FIRST_PORT = 8600

@@ -5,27 +5,94 @@ The HDFS is a mini cluster, or the one you name:
 WEIGHTYARD_TEST_HDFS=hdfs://… (with HADOOP_CONF_DIR, or WEIGHTYARD_WEBHDFS for its HTTP address)
 runs them on a cluster that is up already. Tests that kill daemons or touch their disks are then
 skipped.
+
+Temporary files are in memory where there is room, unless --basetemp says where they go. What else
+the environment of whoever runs them says is not for the tests.
 """
 
 from __future__ import annotations
 
+import os
 import secrets
+import shutil
+import signal
+import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import count
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NoReturn, cast
 from urllib.parse import urlsplit
 
+import hypothesis
 import psycopg
 import pytest
 
+from bench.counting import PROMETHEUS
 from weightyard.registry import migrate
 from weightyard.registry.database import Database
 from weightyard.settings import Settings
 from weightyard.storage.hdfs.configuration import Cluster, Configuration
+from weightyard.storage.hdfs.store import HdfsStore
+from weightyard.storage.store import ReadPath
 from weightyard.testing.cluster import MiniCluster
+from weightyard.testing.cluster.java import installed_java
+from weightyard.testing.libhdfs import CannotBuild, build
+
+_MEMORY = Path("/dev/shm")
+_ROOM_BYTES = 12 << 30
+
+# How long an example takes says how busy the machine is, not whether the promise holds.
+hypothesis.settings.register_profile(
+    "anywhere", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("anywhere")
+
+# What runs in the background of a shell ignores Ctrl-C; programs that tests interrupt must not.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+_OF_YARDS = ("WEIGHTYARD_", "HADOOP_", "ARROW_LIBHDFS_DIR")
+_OF_OTHERS = ("PG", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH")
+_KEPT = ("WEIGHTYARD_TEST_HDFS", "WEIGHTYARD_CACHE")
+"""The second is where Hadoop's jars are."""
+_LOOPBACK = ("localhost", "127.0.0.1", *(f"127.0.0.{number}" for number in range(11, 27)))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep temporary files in memory: stores and databases wait for a disk at every step.
+
+    That a killed process loses nothing shows there just as well; no test cuts the power.
+    """
+    if config.option.basetemp is not None or not os.access(_MEMORY, os.W_OK):
+        return
+    if shutil.disk_usage(_MEMORY).free < _ROOM_BYTES:
+        return
+    folder = tempfile.mkdtemp(dir=_MEMORY, prefix="weightyard-tests-")
+    os.chmod(folder, 0o711)  # tests that are another user for a while pass through it
+    # Last of all: multiprocessing has a folder in it, which it removes at exit with priority -100.
+    Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)
+    config.option.basetemp = Path(folder, "tmp")
+    tempfile.tempdir = os.environ["TMPDIR"] = folder  # of clusters, and of what tests start
+
+
+def pytest_sessionstart() -> None:
+    """Let no variable of whoever runs the tests decide how they end.
+
+    Neither a yard of theirs, nor their database, colours or proxy; nor their Hadoop, unless the
+    tests are to use it.
+    """
+    theirs = _OF_OTHERS if os.environ.get("WEIGHTYARD_TEST_HDFS") else (*_OF_YARDS, *_OF_OTHERS)
+    for name in [*os.environ]:
+        if name.startswith(theirs) and name not in _KEPT:
+            del os.environ[name]
+    for name in ("no_proxy", "NO_PROXY"):
+        if os.environ.get(name) != "*":
+            os.environ[name] = ",".join(filter(None, (os.environ.get(name), *_LOOPBACK)))
 
 
 class RunningHdfs:
@@ -64,8 +131,46 @@ def cluster() -> Iterator[MiniCluster]:
         yield cast(Any, running)
         running.clean_up()
         return
-    with MiniCluster() as started:
+    with MiniCluster(properties=PROMETHEUS) as started:
         yield started
+
+
+@pytest.fixture(
+    params=[
+        ReadPath.DIRECT,
+        ReadPath.NATIVE,
+        ReadPath.WEBHDFS,
+        pytest.param(ReadPath.LIBHDFS, marks=pytest.mark.long),  # it may have to be built
+    ]
+)
+def way(request: pytest.FixtureRequest) -> ReadPath:
+    """Every way bytes can come from HDFS."""
+    return cast(ReadPath, request.param)
+
+
+@pytest.fixture
+def only_way(
+    request: pytest.FixtureRequest, cluster: MiniCluster, way: ReadPath
+) -> Callable[[str], HdfsStore]:
+    """Opens stores of the cluster that read that way and no other."""
+    libhdfs = request.getfixturevalue("libhdfs") if way is ReadPath.LIBHDFS else None
+    settings = Settings(hadoop_conf_dir=cluster.conf_dir, hadoop_home=None, libhdfs_dir=libhdfs)
+    return partial(HdfsStore, settings=settings, read_paths=[way])
+
+
+@pytest.fixture
+def libhdfs(cluster: MiniCluster, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of libhdfs. Its JVM stays in this process, and knows the cluster."""
+    settings = Settings()
+    try:
+        library = build(settings)
+    except CannotBuild as why:
+        pytest.skip(f"libhdfs could not be built: {why}")
+    environment = library.environment(cluster.conf_dir, installed_java(settings).jars)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("LIBHDFS_OPTS", "-Xrs -Xmx512m")  # without -Xrs it would take our signals
+    return library.folder
 
 
 @pytest.fixture(scope="session")

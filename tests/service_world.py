@@ -17,16 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pushing
 import pytest
 import uvicorn
 from fastapi import FastAPI
 
-from weightyard.format.assembly import manifest_of
 from weightyard.format.block import MIB
-from weightyard.format.dtypes import DType
-from weightyard.format.splitting import StateTensor, split_state
 from weightyard.names import ModelName, TokenName
-from weightyard.records import Publication, Role, Version
+from weightyard.records import Role, Version
 from weightyard.registry import migrate
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
@@ -37,11 +35,9 @@ from weightyard.settings import Settings
 from weightyard.storage.local import LocalStore
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import Catalogue
-from weightyard.transfer.publish import publish
-from weightyard.transfer.source import MemorySource
-from weightyard.transfer.writer import Content, Writer
 
 API = "/api/v1"
+LIMIT_S = 60.0
 
 
 @dataclass
@@ -151,13 +147,7 @@ def _template(tokens: bool) -> tuple[Path, dict[str, str]]:
 
 def push(catalogue: Catalogue, store: Store, model: str, *contents: bytes, **said: Any) -> Version:
     """Publish tensors as a trainer would, by whichever catalogue."""
-    publication = Publication.model_validate(said)
-    upload = catalogue.open_upload(ModelName.parse(model), publication)
-    tensors = [StateTensor(f"t{i}", DType.U8, (len(data),)) for i, data in enumerate(contents)]
-    split = split_state(tensors, MIB)
-    sources = [MemorySource(data) for data in contents]
-    ids = Writer(store, upload).write([Content(split, sources)])
-    return publish(store, upload, manifest_of([split], ids), publication, upload.id.hex)
+    return pushing.push(catalogue, store, *contents, model=ModelName.parse(model), **said)
 
 
 def push_file(world: World, model: str, path: str, data: bytes, token: str = "boss") -> int:
@@ -172,16 +162,16 @@ def push_file(world: World, model: str, path: str, data: bytes, token: str = "bo
 
 
 @contextmanager
-def served(app: FastAPI, **options: Any) -> Iterator[str]:
+def served(app: FastAPI, *, port: int = 0, **options: Any) -> Iterator[str]:
     """An app on a real port of loopback, by a real server."""
-    sock = listening("127.0.0.1", 0)
+    sock = listening("127.0.0.1", port)
     config = uvicorn.Config(
         app, log_config=None, http="h11", ws="none", proxy_headers=False, **options
     )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [sock]}, daemon=True)
     thread.start()
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + LIMIT_S
     while not server.started:
         assert thread.is_alive()
         assert time.monotonic() < deadline
@@ -190,7 +180,7 @@ def served(app: FastAPI, **options: Any) -> Iterator[str]:
         yield f"http://127.0.0.1:{sock.getsockname()[1]}"
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(LIMIT_S)
         sock.close()
         assert not thread.is_alive()
 

@@ -86,6 +86,8 @@ def test_a_push_is_held_against_one_stream_equal_streams_and_its_own_ceiling() -
     page = report.render(Results(push=Timed(MACHINE, rows)))
     assert "0.800 of the tensor bytes were stored; 1 / that is 1.25×" in page
     assert "**5.0%** of weightyard, somehow (2.00 s); no pack was written" in page
+    assert "1.2 core-seconds, of them 1.0 the client's and 0.2 the DataNodes'; 2 cores" in page
+    assert "busy for 30% of 2.00 s, and never waiting would give 1667 MB/s" in page
 
 
 def test_the_registry_and_the_service_have_tables_on_the_page() -> None:

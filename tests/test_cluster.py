@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import hdfs_native
 import pytest
+from waiting import eventually
 
 from weightyard.errors import BadSetting, ClusterFailed
 from weightyard.testing.cluster import MiniCluster, damage
@@ -26,6 +27,7 @@ from weightyard.testing.cluster.observed import webhdfs
 from weightyard.testing.cluster.processes import Leash, ProcessIdentity
 
 CONTENT = bytes(range(256)) * 4096
+LIMIT_S = 60.0
 
 
 def client_of(cluster: MiniCluster) -> hdfs_native.Client:
@@ -53,15 +55,6 @@ def locations(cluster: MiniCluster, path: str) -> list[Any]:
     """Where the NameNode says a file's blocks are."""
     answer = webhdfs(cluster.active.plan.http, path, "GET_BLOCK_LOCATIONS")
     return list(answer["LocatedBlocks"]["locatedBlocks"])
-
-
-def eventually(condition: Callable[[], object], within_s: float = 20) -> bool:
-    give_up = time.monotonic() + within_s
-    while not condition():
-        if time.monotonic() > give_up:
-            return False
-        time.sleep(0.05)
-    return True
 
 
 @pytest.fixture
@@ -103,7 +96,7 @@ class TestProcesses:
         time.sleep(0.2)
         assert last.poll() is None
         leash.close()
-        assert last.wait(5) == -signal.SIGKILL
+        assert last.wait(LIMIT_S) == -signal.SIGKILL
 
     def test_what_was_released_lives_on(
         self, sleeper: Callable[[Leash], subprocess.Popen[bytes]], tmp_path: Path
@@ -259,9 +252,9 @@ def test_daemons_and_their_folder_go_when_the_parent_is_killed(tmp_path: Path) -
         assert len(daemons) == 2
         assert all(one and one.is_alive for one in daemons)
         parent.kill()
-        parent.wait(10)
-    assert eventually(lambda: not any(one and one.is_alive for one in daemons))
-    assert eventually(lambda: not Path(folder).exists())
+        parent.wait(LIMIT_S)
+    eventually(lambda: not any(one and one.is_alive for one in daemons))
+    eventually(lambda: not Path(folder).exists())
 
 
 @pytest.mark.cluster

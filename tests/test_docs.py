@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,8 @@ def _blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.filterwarnings("ignore::Warning:pytorch_lightning")  # of workers, loggers and such
+@pytest.mark.filterwarnings("ignore::Warning:lightning_fabric")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_in_the_docs_runs(
     page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -44,3 +49,53 @@ def test_the_readme_names_the_make_verbs_that_exist() -> None:
     for page in PAGES:
         for verb in re.findall(r"`make ([a-z-]+)`", page.read_text()):
             assert verb in verbs, f"{page.name} names make {verb}"
+
+
+def test_the_readmes_commands_say_what_it_shows(tmp_path: Path) -> None:
+    """Those on the reader's own model, line by line. Numbers are those of the model at hand."""
+    shown = next(one for one in _blocks(ROOT / "README.md", "console") if "./tuned" in one)
+    _save_model(tmp_path / "model", seed=0)
+    _save_model(tmp_path / "tuned", seed=1)
+    programs = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    places = {name: str(tmp_path / name) for name in ("WEIGHTYARD_HOME", "WEIGHTYARD_CACHE")}
+    environment = {
+        **{name: value for name, value in os.environ.items() if "WEIGHTYARD" not in name},
+        **places,
+        "PATH": programs,
+        "COLUMNS": "120",
+    }
+    told = ""
+    for line in shown.splitlines():
+        if line.startswith("$ "):
+            command = line.removeprefix("$ ")
+            done = subprocess.run(
+                ["bash", "-c", command],
+                cwd=tmp_path,
+                env=environment,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+            assert done.returncode == 0, f"{command}: {done.stderr}"
+            told += f"{line}\n{done.stdout}"
+    assert _without_numbers(told) == _without_numbers(shown)
+    assert (tmp_path / "out" / "model.safetensors").read_bytes() == (
+        tmp_path / "tuned" / "model.safetensors"
+    ).read_bytes()
+
+
+def _save_model(folder: Path, seed: int) -> None:
+    """Sixteen layers, of which the seventh is what a seed makes of it."""
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    layers = {
+        f"layers.{number}.weight": np.random.default_rng(number if number != 7 else 100 + seed)
+        .standard_normal((256, 512))
+        .astype("<f4")
+        for number in range(16)
+    }
+    save_file(layers, folder / "model.safetensors")
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"[0-9a-f]{64}|[0-9]+(\.[0-9]+)?|\s+", " ", text)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightyard.errors import InvalidName
-from weightyard.names import AliasName, BlockId, Digest, FilePath, ModelName, PackId, Ref
+from weightyard.names import AliasName, BlockId, Digest, FilePath, ModelName, PackId, Ref, Step
 
 HOSTILE_PARTS = [
     "",
@@ -101,7 +101,11 @@ def test_a_parsed_path_never_leaves_its_folder(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "alias", ["latest", "v3", "v0", "v00012", "deadbeef", "a" * 64, "Prod", "1st", "a-"]
+    "alias",
+    [
+        *("latest", "v3", "v0", "v00012", "deadbeef", "a" * 64, "Prod", "1st", "a-"),
+        *("step-0", "step-1200", "step-007", "step-" + "9" * 59),
+    ],
 )
 def test_an_alias_that_reads_as_a_version_is_refused(alias: str) -> None:
     with pytest.raises(InvalidName):
@@ -115,6 +119,11 @@ def test_an_alias_that_reads_as_a_version_is_refused(alias: str) -> None:
         ("team/bert@latest", None),
         ("team/bert@v3", 3),
         ("team/bert@prod", AliasName("prod")),
+        ("team/bert@step-0", Step(0)),
+        ("team/bert@step-1200", Step(1200)),
+        (f"team/bert@step-{2**53}", Step(2**53)),
+        ("team/bert@step", AliasName("step")),
+        ("team/bert@step-one", AliasName("step-one")),
         ("team/bert@" + "0a" * 32, Digest("0a" * 32)),
     ],
 )
@@ -125,7 +134,10 @@ def test_a_ref_says_which_version_is_meant(text: str, selector: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["bert", "team/bert@v0", "team/bert@v03", "team/bert@", "a/b/c", "team/bert@x@y"]
+    "text",
+    ["bert", "team/bert@v0", "team/bert@v03", "team/bert@", "a/b/c", "team/bert@x@y"]
+    + [f"team/bert@step-{step}" for step in ("", "007", "٣", "-1-", 2**53 + 1)]
+    + ["team/bert@step-" + "9" * 5000, "team/bert@Step-3", "team/bert@step-3/..", "@step-3"],
 )
 def test_a_ref_that_does_not_parse_says_what_is_allowed(text: str) -> None:
     with pytest.raises(InvalidName):
@@ -143,3 +155,9 @@ def test_ids_are_lower_case_hex_of_one_length(text: str) -> None:
 def test_ids_of_different_kinds_are_different() -> None:
     assert BlockId("00" * 32) != Digest("00" * 32)
     assert PackId.of(PackId("ab" * 16).raw) == PackId("ab" * 16)
+
+
+@pytest.mark.parametrize("number", [-1, 2**53 + 1, 10**400])
+def test_a_step_is_a_number_every_language_keeps(number: int) -> None:
+    with pytest.raises(InvalidName):
+        Step(number)

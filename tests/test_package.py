@@ -10,14 +10,20 @@ from pathlib import Path
 
 import pytest
 
+import weightyard
+from weightyard import testing
+
 ROOT = Path(__file__).parent.parent
+LIMIT_S = 600.0
+
+pytestmark = pytest.mark.timeout(3 * LIMIT_S)
 
 HEAVY = ("fastapi", "sqlalchemy", "torch", "pyarrow", "hdfs_native", "hdfs", "jgo")
 
 
 def run(*command: str | Path, **options: object) -> str:
     done = subprocess.run(
-        [str(word) for word in command], capture_output=True, text=True, timeout=170, **options
+        [str(word) for word in command], capture_output=True, text=True, timeout=LIMIT_S, **options
     )  # type: ignore[call-overload]
     assert done.returncode == 0, done.stdout + done.stderr
     return str(done.stdout)
@@ -35,6 +41,13 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(uv, "pip", "install", "--quiet", "--python", python,
         "--constraint", ROOT / "constraints.txt", wheel)  # fmt: skip
     return python.parent
+
+
+def test_the_names_people_import_stay_what_they_are() -> None:
+    assert weightyard.__all__ == ["Yard", "load", "open", "pull", "push"]
+    assert testing.__all__ == ["FaultyStore", "MiniCluster", "StoreContract"]
+    for module in (weightyard, testing):
+        assert all(hasattr(module, name) for name in module.__all__)
 
 
 def test_the_wheel_installs_bare_and_does_the_main_job(bare: Path, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from weightyard.loader.load import Weights
+    from weightyard.loader.report import OnLoadEvent
     from weightyard.records import Pushed
     from weightyard.yard import Yard
 
@@ -29,17 +30,21 @@ def open(
     *,
     token: str | None = None,
     on_unavailable: Literal["fail", "cached"] | None = None,
+    on_event: OnLoadEvent | None = None,
 ) -> Yard:
     """Open a yard: `http(s)://…` of a service, `hdfs://…`, `viewfs://…`, `file://…` or a folder.
 
     Without a URL: what WEIGHTYARD_URL or WEIGHTYARD_STORE says, else a folder in your home.
     `on_unavailable="cached"`: if it does not answer, what this node last knew and has is used.
+    `on_event`: is told of what happens in loads, from any thread (docs/loading.md).
     """
+    from weightyard.opening import open_yard
     from weightyard.settings import Settings
-    from weightyard.yard import open_yard
 
     given = {} if on_unavailable is None else {"on_unavailable": on_unavailable}
-    return open_yard(url, token=token, settings=Settings(**given))
+    yard = open_yard(url, token=token, settings=Settings(**given))
+    yard.on_event = on_event
+    return yard
 
 
 def push(source: str | Path | Mapping[str, Any], name: str, **options: Any) -> Pushed:
@@ -54,9 +59,15 @@ def pull(ref: str, folder: str | Path, **options: Any) -> Path:
         return yard.pull(ref, folder, **options)
 
 
-def load(ref: str, device: Any = "cpu", **options: Any) -> Weights:
+def load(
+    ref: str,
+    device: Any = "cpu",
+    *,
+    on_unavailable: Literal["fail", "cached"] | None = None,
+    **options: Any,
+) -> Weights:
     """`Yard.load` on the default yard."""
-    with open() as yard:
+    with open(on_unavailable=on_unavailable) as yard:
         return yard.load(ref, device, **options)
 
 

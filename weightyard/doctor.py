@@ -23,15 +23,15 @@ from weightyard.errors import (
     SchemaUnknown,
     YardError,
 )
+from weightyard.opening import chosen_url, database_url, is_service
 from weightyard.records import Record
-from weightyard.registry import binding, freshness, migrate, schema
+from weightyard.registry import binding, freshness, migrate, outbox, schema
 from weightyard.registry.database import Database, now_ms
 from weightyard.registry.schema import Dedup
 from weightyard.settings import Settings
 from weightyard.storage.local import LocalStore
 from weightyard.storage.opening import open_store
 from weightyard.storage.store import ReadPath, Store
-from weightyard.yard import chosen_url, database_url, is_service
 
 if TYPE_CHECKING:
     from weightyard.storage.hdfs.condition import Condition
@@ -93,7 +93,7 @@ def examine(
 
 
 def _service(url: str, token: str | None, settings: Settings) -> Iterator[Finding]:
-    from weightyard.yard import open_yard
+    from weightyard.opening import open_yard
 
     with open_yard(url, token=token, settings=settings) as yard:
         yard.catalogue.models(limit=1)
@@ -106,7 +106,7 @@ def _service(url: str, token: str | None, settings: Settings) -> Iterator[Findin
         try:
             store = yard.store
         except YardError as why:
-            yield _warn("store", str(why), "push and pull go through the service; load needs it")
+            yield _warn("store", str(why), "all goes through the service, slower")
             return
         if yard.reads_by_locations:
             yield _ok(
@@ -282,6 +282,8 @@ def _binding(store: Store, settings: Settings) -> Iterator[Finding]:
         yield _ok("dedup", _DEDUP[bound.dedup])
         freshness.require_newest(database, store)
         yield _ok("freshness", "the database knows of all that is in the store's journal")
+        if (late := database.read(outbox.late)) is not None:
+            yield _warn("records", str(late), "`weightyard check --heal` writes them")
 
 
 @contextmanager

@@ -15,6 +15,8 @@ YardError
 │   ├── AliasMoved            the alias is not where it was expected
 │   ├── Changed               a record is not as it was when it was read
 │   ├── UploadExpired         the upload's lease ended; begin a new one
+│   ├── RunTakenOver          another process goes on with the run: stop
+│   ├── RanksMissing          not all ranks have written their share of a checkpoint
 │   └── KeyReused             the idempotency key was used for something else
 ├── Damaged                   do not use the bytes
 │   ├── BlockCorrupt          a block's bytes are not what its id or checksums say
@@ -49,7 +51,7 @@ and logs show; the message is for people and may change.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class YardError(Exception):
@@ -57,6 +59,18 @@ class YardError(Exception):
 
     code: ClassVar[str] = "error"
     exit_code: ClassVar[int] = 1
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Ranks tell each other of errors by copies. An error copied by its arguments alone would
+        # be made by an `__init__` that takes others.
+        return _copied, (type(self), self.args, self.__dict__)
+
+
+def _copied(kind: type[YardError], args: tuple[Any, ...], fields: dict[str, Any]) -> YardError:
+    made = kind.__new__(kind)
+    made.args = args
+    made.__dict__.update(fields)
+    return made
 
 
 class Retryable(YardError):
@@ -163,6 +177,40 @@ class UploadExpired(Conflict):
     again, and nothing that is in the store is sent twice."""
 
     code = "upload-expired"
+
+
+class RunTakenOver(Conflict):
+    """A run is at another generation than the caller's: another process goes on with it.
+
+    Nothing was published. `current` is the run's generation: whoever is meant to go on with the
+    run begins a new one.
+    """
+
+    code = "run-taken-over"
+
+    def __init__(self, run: str, generation: int, current: int) -> None:
+        super().__init__(
+            f"{run} is at generation {current}, not {generation}: another process goes on with "
+            "it, so stop; or take it over by beginning a generation"
+        )
+        self.current = current
+
+
+class RanksMissing(Conflict):
+    """A checkpoint whose ranks have not all finished. Nothing was published.
+
+    `missing` says which, the first thousand of them.
+    """
+
+    code = "ranks-missing"
+
+    def __init__(self, upload: str, missing: Sequence[int], ranks: int) -> None:
+        shown = ", ".join(map(str, missing[:20])) + (", …" if len(missing) > 20 else "")
+        super().__init__(
+            f"upload {upload}: of {ranks} ranks these have not finished: {shown}; "
+            "commit when they have"
+        )
+        self.missing = tuple(missing[:1000])
 
 
 class KeyReused(Conflict):

@@ -19,11 +19,15 @@ MAX_PATH_BYTES = 1024
 MAX_TENSOR_NAME_BYTES = 1024
 """Length of a tensor's name, as UTF-8."""
 
+MAX_STEP = 2**53
+"""Steps are whole numbers that JSON and every language keep exactly."""
+
 _NAME_PART = re.compile(r"[a-z0-9](?:[a-z0-9._-]{0,94}[a-z0-9])?", re.ASCII | re.IGNORECASE)
 _ALIAS = re.compile(r"[a-z](?:[a-z0-9._-]{0,62}[a-z0-9])?", re.ASCII)
 _VERSION = re.compile(r"v([1-9][0-9]{0,8})", re.ASCII)
+_STEP = re.compile(r"step-(0|[1-9][0-9]{0,15})", re.ASCII)
 _HEX = re.compile(r"[0-9a-f]+", re.ASCII)
-_VERSION_LIKE = re.compile(r"v[0-9]+", re.ASCII)
+_VERSION_LIKE = re.compile(r"v[0-9]+|step-[0-9]+", re.ASCII)
 _HEX_LIKE = re.compile(r"[0-9a-f]{8,64}", re.ASCII)
 _TOKEN_NAME = re.compile(r"[a-z0-9][a-z0-9._@+-]{0,95}", re.ASCII | re.IGNORECASE)
 _ESCAPE = re.compile(r"%[0-9a-f]{2}", re.IGNORECASE | re.ASCII)
@@ -146,8 +150,8 @@ class AliasName:
             or _HEX_LIKE.fullmatch(self.text)
         ):
             raise InvalidName(
-                f"alias {_shown(self.text)} would read as a version: 'latest', 'v<digits>' and "
-                "hex digests are not alias names"
+                f"alias {_shown(self.text)} would read as a version: 'latest', 'v<digits>', "
+                "'step-<digits>' and hex digests are not alias names"
             )
 
     def __str__(self) -> str:
@@ -171,13 +175,39 @@ class TokenName:
         return self.text
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Step:
+    """How far a run was when a checkpoint of it was made: `step-1200`."""
+
+    number: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.number <= MAX_STEP:
+            raise InvalidName(f"a step is a whole number from 0 to {MAX_STEP}")
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        found = _STEP.fullmatch(text)
+        if found is None:
+            raise InvalidName(
+                f"step {_shown(text)}: 'step-' and a whole number without leading zeros"
+            )
+        return cls(int(found[1]))
+
+    def __str__(self) -> str:
+        return f"step-{self.number}"
+
+
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """What users type: `team/bert@prod`, `@v3`, `@<digest>`, `@latest` or nothing (newest)."""
+    """What users type: `team/bert@prod`, `@v3`, `@<digest>`, `@latest` or nothing (newest).
+
+    A checkpoint of a run also goes by its step: `team/run42@step-1200`.
+    """
 
     model: ModelName
-    selector: AliasName | int | Digest | None = None
-    """An alias, a version number, a content digest, or None for the newest version."""
+    selector: AliasName | int | Step | Digest | None = None
+    """An alias, a version number, a step, a content digest, or None for the newest version."""
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -187,6 +217,8 @@ class Ref:
             return cls(model)
         if version := _VERSION.fullmatch(selector):
             return cls(model, int(version[1]))
+        if _STEP.fullmatch(selector):
+            return cls(model, Step.parse(selector))
         if len(selector) == 64 and _HEX_LIKE.fullmatch(selector):
             return cls(model, Digest(selector))
         return cls(model, AliasName(selector))

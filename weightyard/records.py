@@ -8,9 +8,11 @@ from __future__ import annotations
 import enum
 import hashlib
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from weightyard.names import MAX_STEP
 
 
 class Record(BaseModel):
@@ -30,6 +32,20 @@ class Model(Record):
     versions: int = Field(default=0, description="How many versions there are now")
     aliases: dict[str, int] = Field(default_factory=dict, examples=[{"prod": 3}])
     retention: Retention | None = None
+    generation: int | None = Field(default=None, description="Of a run: see Run")
+    latest_step: int | None = Field(default=None, description="Of a run: its newest checkpoint's")
+
+
+class Run(Record):
+    """A model whose versions are checkpoints of one training."""
+
+    name: str = Field(examples=["team/run42"])
+    generation: int = Field(description="Grows whenever a process takes the run over", examples=[3])
+    latest: int | None = Field(default=None, description="Number of the newest checkpoint")
+    latest_step: int | None = Field(default=None, description="Its step", examples=[1200])
+    versions: int = Field(default=0, description="How many checkpoints there are now")
+    created: datetime
+    created_by: str = Field(examples=["alice"])
 
 
 class Version(Record):
@@ -42,6 +58,7 @@ class Version(Record):
     author: str = ""
     message: str = ""
     parent: str | None = Field(default=None, examples=["team/bert@v2"])
+    step: int | None = Field(default=None, description="Of a checkpoint: the run's step")
     metrics: dict[str, float] = Field(default_factory=dict)
     tags: dict[str, str] = Field(default_factory=dict)
     metadata: dict[str, Any] = Field(default_factory=dict)
@@ -144,13 +161,33 @@ class AliasMove(Record):
     who: str
     at: datetime
     reason: str = ""
+    number: int | None = Field(
+        default=None, description="Of the alias's moves, which one; the first is 1"
+    )
+
+
+class KeepBest(Record):
+    """Keep the versions that are best by one of their metrics; one without it is not among them."""
+
+    metric: str = Field(min_length=1, max_length=200, examples=["loss"])
+    mode: Literal["min", "max"] = "min"
+    count: int = Field(default=1, ge=1, le=10_000)
 
 
 class Retention(Record):
-    """Which versions of a model may go; one with an alias, or that others need, never does."""
+    """Which versions of a model may go; one with an alias, or that others need, never does.
 
-    keep_last: int | None = Field(default=None, ge=1, description="Keep the newest N")
-    ttl_s: int | None = Field(default=None, ge=0, description="Keep for so long after the last use")
+    A version stays if any of these keeps it.
+    """
+
+    keep_last: int | None = Field(default=None, ge=1, le=1_000_000, description="Keep the newest N")
+    ttl_s: int | None = Field(
+        default=None, ge=0, le=10**10, description="Keep for so long after the last use"
+    )
+    keep_every: int | None = Field(
+        default=None, ge=1, le=MAX_STEP, description="Of a run: keep steps that are multiples of it"
+    )
+    keep_best: KeepBest | None = None
 
 
 class Cost(Record):
@@ -167,7 +204,9 @@ class Cost(Record):
     replicated_bytes: int
     """Stored bytes times the copies of their packs."""
     packs: int
-    """NameNode objects: each pack is a file and a block."""
+    """In which its blocks lie."""
+    namenode_objects: int = 0
+    """Files and HDFS blocks: each of its packs, and its manifest, is one of both."""
     cold_load_bytes: int
     """Stored bytes a reader that has nothing must fetch, bases of deltas included."""
     shared_with: dict[str, int] = Field(default_factory=dict)
@@ -224,7 +263,9 @@ class GcReport(Record):
     rewritten_bytes: int = 0
     items: tuple[GcItem, ...] = Field(default=(), description="What and why, at most 1000")
     items_in_all: int = 0
-    failed: tuple[str, ...] = Field(default=(), description="What stays since it cannot be read")
+    failed: tuple[str, ...] = Field(
+        default=(), description="What stays since it, or the rule for it, cannot be read"
+    )
 
 
 class AuditEntry(Record):
@@ -248,12 +289,34 @@ class Event(Record):
     detail: dict[str, Any] = Field(default_factory=dict)
 
 
+MAX_RANKS = 1 << 20
+
+
+class Checkpoint(Record):
+    """How a version of a run is published."""
+
+    step: int = Field(ge=0, le=MAX_STEP, examples=[1200])
+    generation: int = Field(
+        ge=1, le=MAX_STEP, description="The run's, as it was when the writer took it over"
+    )
+    ranks: int = Field(
+        ge=1, le=MAX_RANKS, description="How many write it; each says when it has finished"
+    )
+
+
+PolicyName = Annotated[
+    str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$", description="HDFS's own", examples=["COLD"])
+]
+
+
 class Publication(Record):
     """What a writer says of the version it publishes."""
 
     message: str = Field(default="", max_length=10_000)
     parent: str | None = None
-    metrics: dict[str, float] = Field(default_factory=dict, max_length=1000)
+    metrics: dict[str, Annotated[float, Field(allow_inf_nan=False)]] = Field(
+        default_factory=dict, max_length=1000, description="Finite: JSON has no other numbers"
+    )
     tags: dict[str, str] = Field(default_factory=dict, max_length=1000)
     metadata: dict[str, Any] = Field(default_factory=dict)
     config: dict[str, Any] | None = Field(default=None, description="The model's config.json")
@@ -265,7 +328,12 @@ class Publication(Record):
         description="Publish only if this is the newest version; 0: none yet",
     )
     replication: int | None = Field(default=None, ge=1, le=512)
-    policy: str | None = None
+    policy: PolicyName | None = None
+    checkpoint: Checkpoint | None = Field(
+        default=None,
+        description="Versions of a run have one, those of a model none",
+        examples=[{"step": 1200, "generation": 3, "ranks": 8}],
+    )
 
 
 class Alias(Record):
@@ -281,7 +349,7 @@ class Role(enum.StrEnum):
 
     READ = "read"
     WRITE = "write"
-    """Publishes versions, annotates them, moves aliases."""
+    """Publishes versions, annotates them, moves aliases; says which checkpoints of runs stay."""
     ADMIN = "admin"
     """Removes, sets retention; with all projects: quotas, tokens, the audit log."""
 
@@ -332,7 +400,7 @@ class Finding(Record):
     code: str = Field(
         description="Stable: missing, short, damaged, replica-damaged, unreachable, "
         "under-replicated, replication-low, block-missing, unknown-file, unknown-record, "
-        "record-missing",
+        "record-missing, records-late",
         examples=["damaged"],
     )
     subject: str = Field(description="A path below the store's root, or a version's ref")

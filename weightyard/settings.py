@@ -55,6 +55,9 @@ class Settings(BaseSettings):
     cache_max: int | None = Field(default=None, ge=0)
     """How much disk snapshots may take: bytes, or `200G`. None: half of what would be free."""
 
+    cache_loads: bool = True
+    """Whether loading a whole version from a store elsewhere leaves a snapshot of it."""
+
     offline: bool = False
     """Use only what is on this node: connect to no service, no database and no store."""
 
@@ -88,7 +91,7 @@ class Settings(BaseSettings):
     """A Java for the test cluster's daemons, if the one on the path will not do."""
 
     deadline_s: float = Field(default=30.0, gt=0, le=3600)
-    """How long a call on the store may take, retries and all."""
+    """How long a call on the store may take, and until when it is tried again if it fails."""
 
     poll_s: float = Field(default=5.0, gt=0, le=3600)
     """How often a follower asks what a ref means, where no service tells it of changes."""

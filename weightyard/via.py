@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,17 +27,19 @@ from weightyard.names import Digest, ModelName, Ref, UploadId
 from weightyard.records import About, Publication, Pushed, Version
 from weightyard.settings import Settings
 from weightyard.storage import layout
+from weightyard.storage.deadline import NEVER, Deadline
 from weightyard.storage.opening import open_store
 from weightyard.storage.store import ReadPath, Store
 from weightyard.transfer.alive import kept_alive
 from weightyard.transfer.appearing import appearing
 from weightyard.transfer.bases import bases_of
-from weightyard.transfer.catalogue import Catalogue
+from weightyard.transfer.catalogue import Catalogue, Upload
+from weightyard.transfer.durable import least_replicas
 from weightyard.transfer.folder import read_folder
 from weightyard.transfer.gather import Gathered
 from weightyard.transfer.once import read_whole
 from weightyard.transfer.publish import publish, read_manifest
-from weightyard.transfer.reader import Reader
+from weightyard.transfer.reader import Reader, ReadsBlocks
 from weightyard.transfer.source import FileSource, translated
 from weightyard.transfer.verifying import require_content
 from weightyard.transfer.writer import Content, WriteOptions, Writer
@@ -48,6 +51,9 @@ _log = Log(__name__)
 
 _PROBE_S = 5.0
 """How long it may take to find out whether the store can be reached."""
+
+_RECHECK_S = 60.0
+"""How long bytes go through the service before the store is tried again."""
 
 _MAX_YARD_FILE_BYTES = 1 << 16
 
@@ -64,6 +70,18 @@ class Outgoing:
     publication: Publication
     codec: Literal["auto", "raw"] = "auto"
     delta: Literal["off", "also", "only"] = "off"
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """Files of a version that a folder is to get."""
+
+    version: Version
+    manifest: Manifest
+    files: Sequence[FileEntry]
+    folder: Path
+    deadline: Deadline
+    """Until when a service is waited for."""
 
 
 class Via(Closing):
@@ -83,18 +101,18 @@ class Via(Closing):
         """Say that a version is about to be read. Waits for nothing."""
 
     @abstractmethod
-    def manifest(self, version: Version) -> Manifest:
-        """What a version consists of, its digest checked. Raises Damaged, Retryable."""
+    def manifest(self, version: Version, deadline: Deadline) -> Manifest:
+        """What a version consists of, its digest checked. Raises Damaged, Retryable.
+
+        `deadline`: until when a service is waited for; a store has its own.
+        """
 
     @abstractmethod
-    def pull(
-        self,
-        version: Version,
-        manifest: Manifest,
-        files: Sequence[FileEntry],
-        folder: Path,
-        progress: Progress | None,
-    ) -> None:
+    def reader(self, version: Version, manifest: Manifest, deadline: Deadline) -> ReadsBlocks:
+        """Who reads a version's blocks. `deadline`: the same."""
+
+    @abstractmethod
+    def pull(self, incoming: Incoming, progress: Progress | None) -> None:
         """Put files of a version into a folder. Each appears when it is whole and verified.
 
         Raises Conflict (one is there already), Damaged, Retryable.
@@ -102,7 +120,10 @@ class Via(Closing):
 
     @abstractmethod
     def push(self, outgoing: Outgoing, progress: Progress | None) -> Pushed:
-        """Publish a version: all of it, or nothing. Raises Conflict, Refused, Retryable."""
+        """Publish a version: all of it, or nothing. Raises Conflict, Refused, Retryable.
+
+        What the store has already is not sent again.
+        """
 
 
 class ViaStore(Via):
@@ -116,55 +137,19 @@ class ViaStore(Via):
     def store(self) -> Store:
         return self._store
 
-    def manifest(self, version: Version) -> Manifest:
+    def manifest(self, version: Version, deadline: Deadline) -> Manifest:
         return read_manifest(self._store, Digest(version.digest))
 
-    def pull(
-        self,
-        version: Version,
-        manifest: Manifest,
-        files: Sequence[FileEntry],
-        folder: Path,
-        progress: Progress | None,
-    ) -> None:
-        read_folder(Reader(self._store, self._catalogue), manifest, folder, files, progress)
+    def reader(self, version: Version, manifest: Manifest, deadline: Deadline) -> Reader:
+        return Reader(self._store, self._catalogue)
+
+    def pull(self, incoming: Incoming, progress: Progress | None) -> None:
+        reader = Reader(self._store, self._catalogue)
+        read_folder(reader, incoming.manifest, incoming.folder, incoming.files, progress)
 
     def push(self, outgoing: Outgoing, progress: Progress | None) -> Pushed:
-        publication, delta = outgoing.publication, outgoing.delta
-        contents = outgoing.gathered.contents
-        if delta != "off" and publication.parent is not None:
-            base = self.manifest(self._catalogue.resolve(Ref.parse(publication.parent)))
-            contents = [
-                Content(content.split, content.sources, bases_of(content.split, base))
-                for content in contents
-            ]
-        options = WriteOptions(
-            replication=publication.replication,
-            policy=publication.policy,
-            min_replicas=min(2, publication.replication or 2) if self._store.replicates else 1,
-            compress=outgoing.codec == "auto",
-            delta=delta,
-        )
-        reader = Reader(self._store, self._catalogue)
-        with kept_alive(self._catalogue.open_upload(outgoing.model, publication)) as upload:
-            writer = Writer(self._store, upload, options, progress, reader)
-            blocks = writer.write(contents)
-            manifest = manifest_of([content.split for content in contents], blocks)
-            version = publish(
-                self._store,
-                upload,
-                manifest,
-                publication,
-                secrets.token_hex(16),
-                min_replicas=options.min_replicas,
-            )
-        report = writer.report
-        return Pushed(
-            **version.model_dump(),
-            new_bytes=report.new_bytes,
-            stored_bytes=report.stored_bytes,
-            packs_written=report.packs_written,
-        )
+        upload = self._catalogue.open_upload(outgoing.model, outgoing.publication)
+        return _push(outgoing, self, self._catalogue, upload, self._store, progress)
 
     def close(self) -> None:
         self._store.close()
@@ -185,73 +170,59 @@ class ViaDataNodes(ViaStore):
     def reads_by_locations(self) -> bool:
         return True
 
-    def manifest(self, version: Version) -> Manifest:
-        return self._service.manifest(Ref.parse(version.ref))
+    def manifest(self, version: Version, deadline: Deadline) -> Manifest:
+        return self._service.manifest(Ref.parse(version.ref), deadline)
 
 
 class ViaService(Via):
-    """Bytes go through the service, file by file, for hosts that do not reach the store."""
+    """Bytes go through the service, for hosts that do not reach the store.
+
+    Files come one by one, as they are. What is new goes in packs, as it would into the store.
+    """
 
     def __init__(self, catalogue: HttpCatalogue, why: YardError) -> None:
         """`why`: what those are told who need the store itself."""
         self._catalogue = catalogue
         self._why = why
+        self.since = time.monotonic()
 
     @property
     def store(self) -> Store:
         raise type(self._why)(*self._why.args)
 
-    def manifest(self, version: Version) -> Manifest:
-        return self._catalogue.manifest(Ref.parse(version.ref))
+    def manifest(self, version: Version, deadline: Deadline) -> Manifest:
+        return self._catalogue.manifest(Ref.parse(version.ref), deadline)
 
-    def pull(
-        self,
-        version: Version,
-        manifest: Manifest,
-        files: Sequence[FileEntry],
-        folder: Path,
-        progress: Progress | None,
-    ) -> None:
-        ref = Ref.parse(version.ref)
+    def reader(self, version: Version, manifest: Manifest, deadline: Deadline) -> ReadsBlocks:
+        return self._catalogue.reader(version, manifest, deadline)
+
+    def pull(self, incoming: Incoming, progress: Progress | None) -> None:
+        ref = Ref.parse(incoming.version.ref)
         told = progress or (lambda done_bytes: None)
-        for file in files:
-            target = folder.joinpath(*file.name.parts)
+        for file in incoming.files:
+            target = incoming.folder.joinpath(*file.name.parts)
             with appearing(target) as partial:
                 with translated(target), partial.open("wb") as out:
-                    self._catalogue.fetch_file(ref, file.name, out, told)
-                require_content(manifest, file, FileSource(partial))
+                    self._catalogue.fetch_file(ref, file.name, out, told, incoming.deadline)
+                require_content(incoming.manifest, file, FileSource(partial))
 
     def push(self, outgoing: Outgoing, progress: Progress | None) -> Pushed:
-        contents, publication = outgoing.gathered.contents, outgoing.publication
-        if outgoing.delta != "off" or outgoing.codec != "auto":
-            raise Unsupported(f"--delta and --codec need the store itself: {self._why}")
-        if not all(content.split.files for content in contents):
-            raise Unsupported(
-                f"a state dict needs the store itself; save it as safetensors and push the file: "
-                f"{self._why}"
-            )
-        with kept_alive(self._catalogue.open_upload(outgoing.model, publication)) as upload:
-            sent = [
-                upload.put_file(content.split.files[0].name, content.sources[0], progress)
-                for content in contents
-            ]
-            version = upload.commit_files(publication, secrets.token_hex(16))
-        return Pushed(
-            **version.model_dump(),
-            new_bytes=sum(file.new_bytes for file in sent),
-            stored_bytes=sum(file.stored_bytes for file in sent),
-            packs_written=sum(file.packs_written for file in sent),
-        )
+        upload = self._catalogue.open_upload(outgoing.model, outgoing.publication)
+        from weightyard.client.store import ServiceStore
+
+        with ServiceStore(upload, self._catalogue.connection.host) as store:
+            return _push(outgoing, self, self._catalogue, upload, store, progress)
 
     def close(self) -> None:
         pass  # the catalogue is the yard's
 
 
 class ViaEither(Via):
-    """The best way that works from here, found out on first use.
+    """The best way that works from here, found out on first use, and again while it is the last.
 
     For reading: from DataNodes where the service says; from the store by its NameNode; through the
     service. Who may read the store may not always write it, so pushing is found out by itself.
+    A store that could not be used may have had a bad moment: it is tried again after a minute.
     """
 
     def __init__(self, catalogue: HttpCatalogue, about: About, settings: Settings) -> None:
@@ -274,18 +245,14 @@ class ViaEither(Via):
     def expect(self, version: Version) -> None:
         self._locator.expect(version)
 
-    def manifest(self, version: Version) -> Manifest:
-        return self._for_reading().manifest(version)
+    def manifest(self, version: Version, deadline: Deadline) -> Manifest:
+        return self._for_reading().manifest(version, deadline)
 
-    def pull(
-        self,
-        version: Version,
-        manifest: Manifest,
-        files: Sequence[FileEntry],
-        folder: Path,
-        progress: Progress | None,
-    ) -> None:
-        self._for_reading().pull(version, manifest, files, folder, progress)
+    def reader(self, version: Version, manifest: Manifest, deadline: Deadline) -> ReadsBlocks:
+        return self._for_reading().reader(version, manifest, deadline)
+
+    def pull(self, incoming: Incoming, progress: Progress | None) -> None:
+        self._for_reading().pull(incoming, progress)
 
     def push(self, outgoing: Outgoing, progress: Progress | None) -> Pushed:
         return self._for_writing().push(outgoing, progress)
@@ -297,14 +264,14 @@ class ViaEither(Via):
 
     def _for_reading(self) -> Via:
         with self._lock:
-            if self._reading is None:
+            if self._reading is None or _is_due(self._reading):
                 self._reading = self._from_datanodes() or self._to_store(_require_reading)
             return self._reading
 
     def _for_writing(self) -> Via:
         reading = self._for_reading()
         with self._lock:
-            if self._writing is None:
+            if self._writing is None or _is_due(self._writing):
                 by_service = isinstance(reading, ViaService)
                 self._writing = reading if by_service else self._to_store(_require_writing)
             return self._writing
@@ -345,6 +312,11 @@ class ViaEither(Via):
         return self._settings.model_copy(update={"deadline_s": deadline_s})
 
 
+def _is_due(way: Via) -> bool:
+    """Whether a better way is to be looked for; this one holds nothing that would be closed."""
+    return isinstance(way, ViaService) and time.monotonic() > way.since + _RECHECK_S
+
+
 def chosen_via(catalogue: HttpCatalogue, about: About, settings: Settings) -> Via:
     """The way WEIGHTYARD_VIA says, for a yard behind a service."""
     match settings.via:
@@ -355,6 +327,52 @@ def chosen_via(catalogue: HttpCatalogue, about: About, settings: Settings) -> Vi
             return ViaService(catalogue, why)
         case "auto":
             return ViaEither(catalogue, about, settings)
+
+
+def _push(
+    outgoing: Outgoing,
+    via: Via,
+    catalogue: Catalogue,
+    upload: Upload,
+    store: Store,
+    progress: Progress | None,
+) -> Pushed:
+    """Write what is new under an upload and publish it: the same whichever way the bytes go."""
+    publication, contents = outgoing.publication, outgoing.gathered.contents
+    options = WriteOptions(
+        replication=publication.replication,
+        policy=publication.policy,
+        min_replicas=least_replicas(store, publication.replication),
+        compress=outgoing.codec == "auto",
+        delta=outgoing.delta,
+    )
+    with kept_alive(upload):
+        bases: ReadsBlocks | None = None
+        if outgoing.delta != "off" and publication.parent is not None:
+            parent = catalogue.resolve(Ref.parse(publication.parent))
+            base = via.manifest(parent, NEVER)
+            bases = via.reader(parent, base, NEVER)
+            contents = [
+                Content(content.split, content.sources, bases_of(content.split, base))
+                for content in contents
+            ]
+        writer = Writer(store, upload, options, progress, bases)
+        blocks = writer.write(contents)
+        version = publish(
+            store,
+            upload,
+            manifest_of([content.split for content in contents], blocks),
+            publication,
+            secrets.token_hex(16),
+            min_replicas=options.min_replicas,
+        )
+    report = writer.report
+    return Pushed(
+        **version.model_dump(),
+        new_bytes=report.new_bytes,
+        stored_bytes=report.stored_bytes,
+        packs_written=report.packs_written,
+    )
 
 
 class _YardFile(msgspec.Struct):

@@ -17,8 +17,8 @@ from weightyard.format.pack import (
     entry_bytes,
     read_entry,
 )
-from weightyard.names import BlockId, PackId
-from weightyard.records import MAX_HOLDER, MAX_LEASE_S, Publication, Record, Role
+from weightyard.names import MAX_STEP, BlockId, PackId
+from weightyard.records import MAX_HOLDER, MAX_LEASE_S, PolicyName, Publication, Record, Role
 
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound="Body")
@@ -33,9 +33,6 @@ _HEX = r"^[0-9a-f]+$"
 HexBlock = Annotated[str, Field(min_length=64, max_length=64, pattern=_HEX, examples=["5f" * 32])]
 HexPack = Annotated[str, Field(min_length=32, max_length=32, pattern=_HEX, examples=["0a" * 16])]
 Entry = Annotated[str, Field(max_length=MAX_FOOTER_BYTES, description="Base64 of a pack's entry")]
-PolicyName = Annotated[
-    str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$", description="HDFS's own", examples=["COLD"])
-]
 ShortText = Annotated[str, Field(max_length=1000)]
 
 
@@ -106,6 +103,14 @@ class Reason(Body):
     """Why something is done, for the history."""
 
     reason: ShortText = ""
+
+
+class GenerationWanted(Body):
+    """Who takes a run over may say at which generation it must be for that."""
+
+    expect: int | None = Field(
+        default=None, ge=0, le=MAX_STEP, description="0: only if it is new", examples=[2]
+    )
 
 
 LeaseSeconds = Annotated[

@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
-import getpass
-import hashlib
-import os
+import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from datetime import datetime
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from pydantic import ValidationError
-
+from weightyard.away import AwayCatalogue, Opened
 from weightyard.closing import Closing
-from weightyard.errors import (
-    BadSetting,
-    DeadlineExceeded,
-    NoSuchThing,
-    NotAllowed,
-    RegistryUnavailable,
-    Retryable,
-    StoreUnavailable,
-)
-from weightyard.format.block import MAX_BLOCK_BYTES
+from weightyard.errors import BadSetting, Retryable
 from weightyard.format.manifest import FileEntry, Manifest
-from weightyard.loader.building import Choice, Supply, take_snapshot
-from weightyard.loader.interface import Loads
-from weightyard.loader.offline import OfflineCatalogue, OfflineStore, recalled
+from weightyard.loader.asked import Asked
+from weightyard.loader.building import (
+    EVERYTHING,
+    Choice,
+    Supply,
+    plan_snapshot,
+    take_snapshot,
+    write_state,
+)
+from weightyard.loader.byproducts import Byproducts
+from weightyard.loader.interface import Loads, OnUnavailable
+from weightyard.loader.offline import OfflineCatalogue, recalled
 from weightyard.loader.remembered import Remembered
-from weightyard.loader.snapshot import Snapshot
+from weightyard.loader.snapshot import STATE_FILE, Snapshot
 from weightyard.loader.snapshots import Snapshots
+from weightyard.loader.uses import Uses
 from weightyard.logs import Log
 from weightyard.names import AliasName, Digest, ModelName, Ref
 from weightyard.records import (
@@ -39,7 +35,6 @@ from weightyard.records import (
     Cost,
     Diff,
     Model,
-    Publication,
     Pushed,
     PushPlan,
     RememberedVersion,
@@ -48,25 +43,32 @@ from weightyard.records import (
 )
 from weightyard.settings import Settings
 from weightyard.storage import layout
+from weightyard.storage.deadline import NEVER, Deadline
 from weightyard.storage.local import LocalStore
-from weightyard.storage.opening import open_store
 from weightyard.storage.store import Store
+from weightyard.transfer.appearing import appearing
 from weightyard.transfer.catalogue import ANYTHING, Anything, Catalogue
 from weightyard.transfer.diff import diff_manifests
-from weightyard.transfer.gather import Gathered, gather_files, is_wanted
+from weightyard.transfer.gather import Gathered, gather_files
+from weightyard.transfer.plan import wanted_of
 from weightyard.transfer.preview import preview
-from weightyard.transfer.reader import Reader
-from weightyard.transfer.source import translated
-from weightyard.via import Outgoing, Via, ViaStore, chosen_via
+from weightyard.transfer.publish import checked_publication
+from weightyard.transfer.settling import Settling
+from weightyard.transfer.source import FileSource, translated
+from weightyard.via import Incoming, Outgoing, Progress, Via, ViaStore
 
 if TYPE_CHECKING:
     import torch
 
     from weightyard.loader.follower import Follower
-    from weightyard.registry.database import Database
     from weightyard.registry.registry import Registry
 
 _log = Log(__name__)
+
+_T = TypeVar("_T")
+
+_PAGE = 1000
+"""Things asked for at once where all are wanted."""
 
 
 class Yard(Loads, Closing):
@@ -90,13 +92,31 @@ class Yard(Loads, Closing):
         self._block_bytes = block_bytes
         self._settings = settings or Settings()
         self.snapshots = Snapshots(self._settings.cache, self._settings.cache_max)
+        self.byproducts = Byproducts(self.snapshots, catalogue, self._settings)
         self._remembered = Remembered(self._settings.cache, name)
+        self._uses = Uses(catalogue, self._remembered)
+        self._settling = Settling(lambda: catalogue.flush_outbox(self.store))
         self._in_use: dict[Path, Snapshot] = {}
+        if isinstance(catalogue, AwayCatalogue):
+            catalogue.on_back = self._come_back
+
+    def _come_back(self, opened: Opened) -> None:
+        """It was away when it was opened, and answers now."""
+        self._via = opened.via
+        self._block_bytes = opened.block_bytes
+        self.catalogue = opened.catalogue
 
     @property
     def store(self) -> Store:
         """Where the packs are. Raises StoreUnavailable, Unsupported where bytes go elsewhere."""
         return self._via.store
+
+    @property
+    def block_bytes(self) -> int:
+        """How long a block is here, unless it is a last one. Raises NotOnNode if that is away."""
+        if isinstance(self.catalogue, AwayCatalogue):
+            self.catalogue.require_back("block_bytes")
+        return self._block_bytes
 
     @property
     def reads_by_locations(self) -> bool:
@@ -105,8 +125,13 @@ class Yard(Loads, Closing):
 
     @property
     def registry(self) -> Registry:
-        """The database behind this yard. Raises BadSetting if a service is in between."""
+        """The database behind this yard, the records of what was done here being written.
+
+        Raises BadSetting if a service is in between.
+        """
         from weightyard.registry.registry import Registry
+
+        self._settling.wait()
 
         if not isinstance(self.catalogue, Registry):
             raise BadSetting(
@@ -160,7 +185,7 @@ class Yard(Loads, Closing):
             "replication": replication,
             "policy": policy,
         }
-        _publication(said)  # refused before a source is read that may be large
+        checked_publication(said)  # refused before a source is read that may be large
         if isinstance(source, Gathered):
             return self._push(source, model, said, codec, delta, progress)
         with self.gather(source, include=include, exclude=exclude) as gathered:
@@ -175,9 +200,9 @@ class Yard(Loads, Closing):
         delta: Literal["off", "also", "only"],
         progress: Callable[[int], None] | None,
     ) -> Pushed:
-        publication = _publication({**said, "config": gathered.config})
+        publication = checked_publication({**said, "config": gathered.config})
         pushed = self._via.push(Outgoing(gathered, model, publication, codec, delta), progress)
-        self._settle()
+        self.settle()
         return pushed
 
     def gather(
@@ -194,8 +219,8 @@ class Yard(Loads, Closing):
         if isinstance(source, Mapping):
             from weightyard.loader.state import state_content
 
-            return Gathered([state_content(source, self._block_bytes)])
-        return gather_files(source, self._block_bytes, include, exclude, self._settings)
+            return Gathered([state_content(source, self.block_bytes)])
+        return gather_files(source, self.block_bytes, include, exclude, self._settings)
 
     def preview(
         self, gathered: Gathered, progress: Callable[[int], None] | None = None
@@ -214,17 +239,20 @@ class Yard(Loads, Closing):
     ) -> Path:
         """Put a version's files into a folder, bit for bit. Each appears when it is whole.
 
-        Raises NoSuchThing, Conflict (a file is there already), Damaged, Retryable.
+        A pushed state dict comes as `model.safetensors`. Raises NoSuchThing, Conflict (a file is
+        there already), Unsupported (a dtype such a file cannot have), Damaged, Retryable.
         """
         version = self._version_to_use(ref)
         manifest = self._manifest_of(version)
         target = Path(folder)
-        files = [file for file in manifest.files if is_wanted(file.path, include, exclude)]
-        if not files and manifest.files:
-            raise NoSuchThing(f"{ref} has no file that fits; it has {_some(manifest.files)}")
+        plan = plan_snapshot(manifest, Choice(include, exclude))
         with translated(target):
             target.mkdir(parents=True, exist_ok=True)
-        self._via.pull(version, manifest, files, target, progress)
+        self._via.pull(Incoming(version, manifest, plan.entries, target, NEVER), progress)
+        if plan.state is not None:
+            reader = self._via.reader(version, manifest, NEVER)
+            with appearing(target / STATE_FILE) as partial, translated(target):
+                write_state(reader, manifest, plan.state, partial, progress)
         return target
 
     def snapshot(
@@ -234,29 +262,45 @@ class Yard(Loads, Closing):
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         progress: Callable[[int], None] | None = None,
+        on_unavailable: OnUnavailable = None,
     ) -> Path:
         """A folder of this node with a version's real files, for any server; made if need be.
 
         A pushed state dict is there as `model.safetensors`. Do not write into it: other versions
         may share its files. It is not evicted while this yard is open.
+        `on_unavailable`: as in `load`.
         Raises NoSuchThing, NotOnNode, StoreFull, Damaged, Retryable.
         """
-        version = self._version_to_use(ref)
+        version = self._version_to_use(ref, on_unavailable)
         found = None if include or exclude else self.snapshots.find(Digest(version.digest))
         if found is None:
-            found = take_snapshot(
-                self.snapshots,
-                self.catalogue,
-                version,
-                self._manifest_of(version),
-                Supply(
-                    partial(self._via.pull, version), lambda: Reader(self.store, self.catalogue)
-                ),
-                Choice(include, exclude),
-                progress,
-            )
+            found = self._take_snapshot(version, Choice(include, exclude), progress)
         self._in_use[found.path] = found
         return found.path
+
+    def _take_snapshot(
+        self,
+        version: Version,
+        choice: Choice = EVERYTHING,
+        progress: Progress | None = None,
+        deadline: Deadline = NEVER,
+        on_bytes: Progress = lambda done_bytes: None,
+    ) -> Snapshot:
+        manifest = self._manifest_of(version, deadline)
+
+        def pull(files: Sequence[FileEntry], folder: Path, told: Progress) -> None:
+            self._via.pull(Incoming(version, manifest, files, folder, deadline), told)
+
+        return take_snapshot(
+            self.snapshots,
+            self.catalogue,
+            version,
+            manifest,
+            Supply(pull, lambda: self._via.reader(version, manifest, deadline), on_bytes),
+            choice,
+            progress,
+            deadline=deadline,
+        )
 
     def follow(
         self,
@@ -280,7 +324,6 @@ class Yard(Loads, Closing):
         Raises NoSuchThing, DoesNotFit and Retryable for `applied`; of what comes later, `failure`
         tells.
         """
-        from weightyard.loader.asked import Asked
         from weightyard.loader.follower import Follower, Following
         from weightyard.loader.load import Weights
         from weightyard.loader.resident import Resident
@@ -291,10 +334,13 @@ class Yard(Loads, Closing):
             Ref.parse(ref),
             self.catalogue,
             lambda: self.store,
+            lambda version, manifest, deadline: self._via.reader(version, manifest, deadline),
             self._manifest_of,
+            self._read_file,
             Asked(files, tensors, verify=verify),
             max_host_bytes,
             self._settings.poll_s if poll_s is None else poll_s,
+            self.on_event,
         )
         known = self.resolve(applied) if isinstance(applied, str) else applied
         return Follower(following, Resident(module), known)
@@ -308,11 +354,21 @@ class Yard(Loads, Closing):
         return self.catalogue.resolve(Ref.parse(ref))
 
     def models(self) -> list[Model]:
-        return self.catalogue.models()
+        """All of them, by name."""
+        return _all(
+            lambda last: self.catalogue.models(
+                after=None if last is None else ModelName.parse(last.name), limit=_PAGE
+            )
+        )
 
     def versions(self, name: str) -> list[Version]:
-        """The newest first."""
-        return self.catalogue.versions(ModelName.parse(name))
+        """All of them, the newest first."""
+        model = ModelName.parse(name)
+        return _all(
+            lambda last: self.catalogue.versions(
+                model, before=None if last is None else last.number, limit=_PAGE
+            )
+        )
 
     def diff(self, before: str, after: str) -> Diff:
         """Tensors and files added, removed and changed, and the bytes both have."""
@@ -336,19 +392,19 @@ class Yard(Loads, Closing):
             return self.catalogue.keep(Ref.parse(ref), copies=replication, policy=policy)
         kept = self.registry.keep_on(self.store, Ref.parse(ref), copies=replication, policy=policy)
         self.registry.settle_replication(self.store)
-        self._settle()
+        self.settle()
         return kept
 
     def delete(self, ref: str, *, reason: str = "") -> Version:
         """Take a version out of sight. Raises NoSuchThing, Protected."""
         removed = self.catalogue.remove(Ref.parse(ref), reason=reason)
-        self._settle()
+        self.settle()
         return removed
 
     def delete_model(self, name: str) -> None:
         """Remove a model that has no versions any more. Raises NoSuchThing, Protected."""
         self.catalogue.remove_model(ModelName.parse(name))
-        self._settle()
+        self.settle()
 
     def set_alias(
         self,
@@ -369,224 +425,114 @@ class Yard(Loads, Closing):
         moved = self.catalogue.move_alias(
             model, AliasName(alias), number, reason=reason, expect=expect
         )
-        self._settle()
+        self.settle()
         return moved
 
     def alias_log(self, name: str, alias: str, *, as_of: datetime | None = None) -> list[AliasMove]:
-        """The moves of an alias, newest first."""
-        return self.catalogue.alias_log(ModelName.parse(name), AliasName(alias), as_of=as_of)
+        """All moves of an alias, newest first; with `as_of` those up to then."""
+        model, moved = ModelName.parse(name), AliasName(alias)
+        return _all(
+            lambda last: self.catalogue.alias_log(
+                model,
+                moved,
+                as_of=as_of,
+                before=None if last is None else last.number,
+                limit=_PAGE,
+            )
+        )
 
     def rollback_alias(self, name: str, alias: str, *, reason: str = "") -> AliasMove:
         """Put an alias back where it was before its last move."""
         moved = self.catalogue.rollback_alias(
             ModelName.parse(name), AliasName(alias), reason=reason
         )
-        self._settle()
+        self.settle()
         return moved
 
     def set_retention(self, name: str, retention: Retention | None) -> None:
         """Say which versions of a model gc may remove by itself; None: none."""
         self.catalogue.set_retention(ModelName.parse(name), retention)
-        self._settle()
+        self.settle()
+
+    def settle(self) -> None:
+        """Have the records of what was just done written into the store.
+
+        Nobody waits for that but `close`: the database has it all, and what is to be written.
+        """
+        if not self.catalogue.is_service:  # which has a store of its own, and does it itself
+            self._settling.soon()
 
     def close(self) -> None:
+        self._settling.close()
+        self.byproducts.close()
         for snapshot in self._in_use.values():
             snapshot.close()
         self.catalogue.close()
         self._via.close()
 
-    def _version_to_use(self, ref: str) -> Version:
+    def _version_to_use(
+        self, ref: str, on_unavailable: OnUnavailable = None, deadline: Deadline = NEVER
+    ) -> Version:
         """A version; that it is used is noted, for retention by last use, and on this node."""
         parsed = Ref.parse(ref)
+        if on_unavailable not in (None, "fail", "cached"):
+            raise BadSetting(f"on_unavailable={on_unavailable!r}: it is 'fail' or 'cached'")
+        if isinstance(self.catalogue, AwayCatalogue):
+            self.catalogue.itself()  # which takes its place, if it answers
+        if on_unavailable == "fail" and isinstance(self.catalogue, OfflineCatalogue):
+            self.catalogue.require_asked()
         try:
-            version = self.resolve(ref)
+            version = self._resolve_by(parsed, deadline)
         except Retryable as why:
-            if self._settings.on_unavailable != "cached":
+            if (on_unavailable or self._settings.on_unavailable) != "cached":
                 raise
             if (known := recalled(self._remembered, parsed, str(why))) is None:
                 raise
             return known
         if isinstance(version, RememberedVersion):
             return version
-        self._remembered.note(parsed, version)
-        try:
-            self.catalogue.mark_used(Ref.parse(version.ref))
-        except (Retryable, NotAllowed) as why:
-            _log.warning("version.use_not_noted", version=version.ref, reason=why)
+        self._uses.note(parsed, version)
         return version
 
-    def _manifest_to_use(self, ref: str) -> Manifest:
-        return self._manifest_of(self._version_to_use(ref))
+    def _resolve_by(self, ref: Ref, deadline: Deadline) -> Version:
+        """A service may be silent for long; a database has a deadline of its own."""
+        if math.isinf(left_s := deadline.left(f"resolving {ref}")):
+            return self.catalogue.resolve(ref)
+        from weightyard.client.catalogue import HttpCatalogue
 
-    def _manifest_of(self, version: Version) -> Manifest:
+        if isinstance(self.catalogue, HttpCatalogue):
+            return self.catalogue.resolve(ref, within_s=left_s)
+        return self.catalogue.resolve(ref)
+
+    def _manifest_of(self, version: Version, deadline: Deadline = NEVER) -> Manifest:
         """A version's manifest, as this node has it or else the yard. Raises NotOnNode."""
-        self._via.expect(version)
+        self._expect(version)
         digest = Digest(version.digest)
         if (known := self._remembered.manifest(digest)) is not None:
             return known
-        manifest = self._via.manifest(version)
+        manifest = self._via.manifest(version, deadline)
         self._remembered.keep(digest, manifest)
         return manifest
 
-    def _settle(self) -> None:
-        """Write out the records of what was just done; if that fails, anyone can do it later."""
-        if self.catalogue.is_service:
-            return
-        try:
-            self.catalogue.flush_outbox(self.store)
-        except Retryable as why:
-            _log.warning("yard.records_wait", reason=why)
+    def _read_file(self, version: Version, manifest: Manifest, file: FileEntry) -> bytes:
+        """A small file of a version, as this node has it or else the yard."""
+        if (snapshot := self.snapshots.find(Digest(version.digest))) is not None:
+            with snapshot:
+                at = snapshot.path.joinpath(*file.name.parts)
+                return FileSource(at).read_at(0, file.bytes)
+        into = memoryview(bytearray(file.bytes))
+        wanted = list(wanted_of(manifest, file.extents, into))
+        self._via.reader(version, manifest, NEVER).read(wanted)
+        return bytes(into)
+
+    def _expect(self, version: Version) -> None:
+        self._via.expect(version)
 
 
-def open_yard(
-    url: str | None = None, *, token: str | None = None, settings: Settings | None = None
-) -> Yard:
-    """Open a yard by its service's `http(s)://…`, or by its store: `hdfs://…` or a folder.
-
-    Without a URL: WEIGHTYARD_URL; else WEIGHTYARD_STORE with WEIGHTYARD_DB; else a folder below
-    WEIGHTYARD_HOME. A store without a database of its own gets an SQLite file: in the folder, or
-    for HDFS below WEIGHTYARD_HOME, which makes it a yard of this one host.
-    """
-    settings = settings or Settings()
-    chosen = chosen_url(url, settings)
-    if settings.offline:
-        return _open_offline(chosen, settings)
-    try:
-        if is_service(chosen):
-            secret = settings.token.get_secret_value() if settings.token is not None else None
-            return _open_service(str(chosen), token or secret, settings)
-        if settings.via == "service":
-            raise BadSetting("WEIGHTYARD_VIA=service needs a service: set WEIGHTYARD_URL")
-        store = open_store(chosen, settings)
-        return _open_database(store, settings, known_name(chosen, settings))
-    except Retryable as why:
-        if settings.on_unavailable != "cached":
-            raise
-        _log.warning("yard.unavailable", yard=known_name(chosen, settings), reason=why)
-        return _open_offline(chosen, settings)
-
-
-def known_name(chosen: str | None, settings: Settings) -> str:
-    """What this node remembers a yard by."""
-    folder = chosen or settings.home / "store"
-    return str(folder) if "://" in str(folder) else str(Path(folder).expanduser().absolute())
-
-
-def store_url(url: str | None, settings: Settings) -> str | None:
-    """The store of the yard that would be opened; None: the default. For who runs a yard.
-
-    Raises BadSetting if that is a service, which keeps its store and database to itself.
-    """
-    chosen = chosen_url(url, settings)
-    if is_service(chosen):
-        raise BadSetting(
-            f"{chosen} is a service; this needs the yard's store and database: --yard STORE, or "
-            "WEIGHTYARD_STORE and WEIGHTYARD_DB instead of WEIGHTYARD_URL"
-        )
-    return chosen
-
-
-def chosen_url(url: str | None, settings: Settings) -> str | None:
-    """The argument, else WEIGHTYARD_URL, else WEIGHTYARD_STORE; None: the default folder."""
-    if url is None and settings.url is not None and settings.store is not None:
-        raise BadSetting("WEIGHTYARD_URL and WEIGHTYARD_STORE are both set: unset one of them")
-    return url or settings.url or settings.store
-
-
-def current_user() -> str:
-    """Who does things here, for history and audit, where no token says it."""
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user id may have no name
-        return f"uid {os.getuid()}"
-
-
-def is_service(url: str | None) -> bool:
-    """Whether this is where a service is, rather than a store."""
-    return url is not None and url.lower().startswith(("http://", "https://"))
-
-
-def _open_service(url: str, token: str | None, settings: Settings) -> Yard:
-    from weightyard.client.catalogue import HttpCatalogue
-
-    with ExitStack() as opened:
-        catalogue = HttpCatalogue(url, token, deadline_s=settings.deadline_s)
-        opened.callback(catalogue.close)
-        try:
-            about = catalogue.about()
-        except (RegistryUnavailable, DeadlineExceeded) as why:
-            raise RegistryUnavailable(f"{url} does not answer: {why}") from why
-        via = chosen_via(catalogue, about, settings)
-        opened.pop_all()
-    return Yard(via, catalogue, block_bytes=about.block_bytes, settings=settings, name=url)
-
-
-def _open_offline(chosen: str | None, settings: Settings) -> Yard:
-    """A yard of which only what is on this node can be had; nothing is connected to."""
-    name = known_name(chosen, settings)
-    catalogue = OfflineCatalogue(Remembered(settings.cache, name))
-    return Yard(
-        cast("Store", OfflineStore(name)),
-        cast("Catalogue", catalogue),
-        block_bytes=MAX_BLOCK_BYTES,  # nothing is pushed
-        settings=settings,
-        name=name,
-    )
-
-
-def _open_database(store: Store, settings: Settings, name: str) -> Yard:
-    from weightyard.registry import binding, migrate
-    from weightyard.registry.registry import Registry
-
-    with ExitStack() as opened:
-        opened.enter_context(store)
-        database = open_database(store, settings)
-        opened.callback(database.close)
-        if database.is_sqlite:
-            migrate.upgrade(database)
-        registry = Registry(database, store=store, who=current_user())
-        try:
-            bound = binding.bind(database, store)
-        except StoreUnavailable as why:
-            raise StoreUnavailable(f"{store.url} does not answer: {why}") from why
-        opened.pop_all()
-    return Yard(store, registry, block_bytes=bound.block_bytes, settings=settings, name=name)
-
-
-def open_database(store: Store, settings: Settings) -> Database:
-    """The database of a store's registry, whatever its schema; the folder of a new one is made."""
-    from weightyard.registry.database import Database
-
-    database = Database(database_url(store, settings))
-    if settings.db is None:
-        folder = Path(str(database.url.database)).parent
-        with translated(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-    return database
-
-
-def database_url(store: Store, settings: Settings) -> str:
-    """Where a store's registry is: WEIGHTYARD_DB, or an SQLite file of its own."""
-    if settings.db is not None:
-        return settings.db
-    if isinstance(store, LocalStore):
-        folder = store.folder
-    else:
-        key = hashlib.blake2s(store.url.encode(), digest_size=8).hexdigest()
-        folder = settings.home / "registries" / key
-    return f"sqlite:///{folder / 'registry.db'}"
-
-
-def _publication(said: Mapping[str, Any]) -> Publication:
-    """Raises BadSetting where something is over its bound."""
-    try:
-        return Publication(**said)
-    except ValidationError as why:
-        first = why.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise BadSetting(f"{where}: {first['msg']}") from None
-
-
-def _some(files: Sequence[FileEntry]) -> str:
-    shown = ", ".join(file.path for file in files[:5])
-    return shown if len(files) <= 5 else f"{shown} and {len(files) - 5} more"
+def _all(page: Callable[[_T | None], list[_T]]) -> list[_T]:
+    """All that a catalogue lists: `page` gives what comes after an item, as much as fits."""
+    found = more = page(None)
+    while len(more) == _PAGE:
+        more = page(more[-1])
+        found = [*found, *more]
+    return found

@@ -51,7 +51,7 @@ class Cli:
 
     def process(self, *words: object, name: str = "weightyard", **options: Any) -> Any:
         return subprocess.run(
-            self.command(*words, name=name), capture_output=True, text=True, timeout=60, **options
+            self.command(*words, name=name), capture_output=True, text=True, timeout=120, **options
         )
 
     def command(self, *words: object, name: str = "weightyard") -> Sequence[str]:

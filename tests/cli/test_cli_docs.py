@@ -12,15 +12,19 @@ import pytest
 import typer
 from cli_runs import Cli
 
+import weightyard
 from weightyard.cli import app
 from weightyard.cli.panels import Panel
+from weightyard.names import ModelName
+from weightyard.records import Retention
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 BERT = "team/bert"
+RUN = ModelName("team", "run42")
 
 OPEN = {
     "metrics", "tags", "metadata", "structure", "shared_with", "aliases",
-    "stages", "read_paths", "datanodes", "distances",
+    "stages", "read_paths", "datanodes", "hosts", "distances",
 }  # fmt: skip
 """Whose keys are data."""
 
@@ -66,6 +70,10 @@ def _fill(cli: Cli, base: Path, tuned: Path, tmp_path: Path) -> dict[str, Any]:
     seen["ls NAME"] = run("ls", BERT)
     seen["retention"] = run("retention", BERT, "--keep-last", "5", "--ttl", "1d")
     seen["ls"] = run("ls")
+    with weightyard.open() as yard:
+        yard.catalogue.begin_generation(RUN)
+        yard.catalogue.set_retention(RUN, Retention(keep_last=3))
+    seen["ls --runs"] = run("ls", "--runs")
     seen["show"] = run("show", BERT, "--tensors")
     seen["diff"] = run("diff", f"{BERT}@v1", f"{BERT}@v2")
     seen["alias set"] = run("alias", "set", BERT, "prod", "2")

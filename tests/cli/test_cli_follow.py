@@ -6,12 +6,11 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cli_runs import Cli
+from waiting import eventually
 
 BERT = "team/bert"
 PROD = f"{BERT}@prod"
@@ -26,13 +25,6 @@ with open(sys.argv[1], "a") as out:
     out.write(json.dumps(note) + "\\n")
 sys.exit(3)
 """
-
-
-def eventually(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -51,7 +43,7 @@ def test_the_command_runs_at_every_move_even_if_it_fails_until_the_end(
     cli.ok("push", tuned, BERT, "--alias", "prod")
     eventually(lambda: notes.read_text().count("\n") == 2)
     following.send_signal(number)
-    _, err = following.communicate(timeout=30)
+    _, err = following.communicate(timeout=120)
     assert following.returncode == code, err
     assert "Traceback" not in err
     assert "ended with 3" in err
@@ -73,7 +65,7 @@ def test_a_command_under_way_ends_with_who_follows(cli: Cli, base: Path, tmp_pat
     following = subprocess.Popen(cli.command("follow", PROD, "--exec", line, "--no-snapshot"))
     eventually(lambda: began.exists() and began.read_text())
     following.terminate()
-    assert following.wait(30) == 143
+    assert following.wait(120) == 143
     assert not Path(f"/proc/{began.read_text()}").exists()
 
 

@@ -17,7 +17,7 @@ from weightyard.names import FilePath
 from weightyard.settings import Settings
 from weightyard.storage.hdfs.tree import HdfsTree
 from weightyard.storage.store import ReadPath
-from weightyard.testing.cluster import MiniCluster
+from weightyard.testing.cluster import MiniCluster, damage
 
 pytestmark = pytest.mark.cluster
 
@@ -117,8 +117,22 @@ def test_a_file_of_hdfs_that_changes_while_it_is_read_is_a_conflict(
         tree.close()
 
 
+def test_wrong_bytes_of_replicas_are_not_pushed(
+    hdfs: Cli, cluster: MiniCluster, whole_files: str, tmp_path: Path
+) -> None:
+    url = f"{whole_files}/sub dir/_odd name=1%20+.bin"
+    right = _client(cluster).read(urlsplit(url).path).read()
+    cluster.wait_for_replication(url, 3)
+    for file in cluster.replica_files(url):
+        if file.datanode is not cluster.datanodes[0]:
+            damage(file, offset=12_345)
+    hdfs.ok("push", whole_files, BERT)
+    hdfs.ok("pull", BERT, tmp_path / "out")
+    assert (tmp_path / "out" / "sub dir" / "_odd name=1%20+.bin").read_bytes() == right
+
+
 @pytest.mark.parametrize("way", [ReadPath.NATIVE, ReadPath.WEBHDFS])
-def test_a_folder_of_hdfs_is_read_by_the_same_other_ways_where_direct_reads_fail(
+def test_a_folder_of_hdfs_is_read_by_any_way_that_looks_at_checksums(
     hdfs: Cli, whole_files: str, way: ReadPath
 ) -> None:
     tree = HdfsTree(whole_files, Settings(), read_paths=(way,))

@@ -154,6 +154,8 @@ def test_options_that_do_not_fit_are_usage_errors(cli: Cli, base: Path) -> None:
         ["alias", "set", BERT, "prod", "1", "--expect", "yesterday"],
         ["token", "create", "ci", "--role", "king"],
         ["retention", BERT, "--off", "--keep-last", "1"],
+        ["retention", BERT, "--keep-last", "1000001"],
+        ["retention", BERT, "--ttl", "999999w"],
     ):
         ran = cli(*words)
         assert ran.code == 2, words

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import filecmp
+import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cli_runs import Cli
+from rich.console import Console
 
 import weightyard
+from weightyard.cli.load import _show_report
+from weightyard.loader.report import LoadReport
 
 BERT = "team/bert"
 
@@ -186,6 +191,24 @@ def test_load_reports_each_time_it_loaded_and_where_the_bytes_came_from(
     human = cli.ok("load", BERT, "--report", "--no-cache", "--verify")
     assert "decode" in human
     assert "local" in human
+
+
+def test_a_report_shows_how_far_bytes_came_and_what_failed_over_if_that_happened() -> None:
+    def shown(**more: Any) -> str:
+        report = LoadReport(
+            ref="team/bert@v1", digest="d", device="cpu", tensors=1, bytes=8, read_bytes=8,
+            stored_bytes=8, requests=1, seconds=1.0, **more,
+        )  # fmt: skip
+        with (console := Console(width=200)).capture() as said:
+            _show_report(console, report)
+        return said.get()
+
+    near = {"read_paths": {"direct": 8}, "datanodes": {"dn1:9866": 8}, "hosts": {"dn1": 8}}
+    told = shown(**near, distances={"same-rack": 8}, failed_over=3)
+    assert {"same-rack 8 B", "dn1 8 B", "failed over"} <= {
+        part for part in re.split(r"\s{2,}|\n", told) if part
+    }
+    assert not re.search("distance|hosts|failed over", shown(read_paths={"local": 8}))
 
 
 def test_the_yard_of_an_argument_goes_before_the_environment(

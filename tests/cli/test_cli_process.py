@@ -17,6 +17,10 @@ from cli_runs import Cli
 
 BERT = "team/bert"
 ROOT = Path(__file__).parents[2]
+LIMIT_S = 120.0
+
+# Since Python 3.12, of a process with threads, which other tests may have left idle.
+pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
 
 
 def test_both_names_work_with_output_and_errors_apart(cli: Cli, base: Path) -> None:
@@ -34,7 +38,7 @@ def test_both_names_work_with_output_and_errors_apart(cli: Cli, base: Path) -> N
 def test_a_reader_that_leaves_early_is_no_error_message(cli: Cli, base: Path) -> None:
     cli.ok("push", base, BERT)
     line = f"{' '.join(cli.command('show', BERT, '--json'))} | head -1"
-    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(line, shell=True, capture_output=True, text=True, timeout=LIMIT_S)
     assert done.stdout == "{\n"
     assert done.stderr == ""
 
@@ -44,19 +48,23 @@ def test_an_interrupted_push_leaves_nothing_visible_and_can_be_repeated(
     cli: Cli, tmp_path: Path, number: signal.Signals, code: int
 ) -> None:
     (tmp_path / "model").mkdir()
-    (tmp_path / "model" / "weights").write_bytes(os.urandom(96 << 20))
-    pushing = subprocess.Popen(cli.command("push", tmp_path / "model", BERT), stderr=-1)
     staging = tmp_path / "home" / "store" / "staging"
-    end_by = time.monotonic() + 60
-    while not (staging.exists() and any(staging.rglob("*.0"))) and time.monotonic() < end_by:
-        assert pushing.poll() is None
-        time.sleep(0.01)
-    pushing.send_signal(number)
-    _, err = pushing.communicate(timeout=30)
+    for turn in range(5):
+        name = f"team/m{turn}"
+        (tmp_path / "model" / "weights").write_bytes(os.urandom(96 << 20))
+        pushing = subprocess.Popen(cli.command("push", tmp_path / "model", name), stderr=-1)
+        end_by = time.monotonic() + LIMIT_S
+        while pushing.poll() is None and not (staging.exists() and any(staging.rglob("*.0"))):
+            assert time.monotonic() < end_by
+            time.sleep(0.01)
+        pushing.send_signal(number)
+        _, err = pushing.communicate(timeout=LIMIT_S)
+        if pushing.returncode != 0:
+            break  # else it was done before it was told: this machine let the test wait
     assert pushing.returncode == code, err
     assert b"Traceback" not in err
-    assert cli.json("ls")["models"] == []
-    assert cli.json("push", tmp_path / "model", BERT)["version"] == 1
+    assert name not in [model["name"] for model in cli.json("ls")["models"]]
+    assert cli.json("push", tmp_path / "model", name)["version"] == 1
 
 
 def _on_terminal(command: list[str], env: dict[str, str], type_in: bytes = b"") -> tuple[int, str]:
@@ -115,7 +123,7 @@ heavy = ("sqlalchemy", "alembic", "fastapi", "torch", "hdfs_native", "numpy", "h
 print([name for name in heavy if name in sys.modules])
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=LIMIT_S
     )
     assert done.stdout.strip() == "[]", done.stderr
 
@@ -130,9 +138,10 @@ def test_the_story_of_make_run_runs_through(
     cli: Cli, example_home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WEIGHTYARD_HOME", str(example_home))
+    monkeypatch.delenv("WEIGHTYARD_DEADLINE_S")
     done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / "try_it.py")],
-        capture_output=True, text=True, timeout=90, cwd=ROOT,
+        capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
@@ -145,7 +154,8 @@ def test_the_story_of_make_run_runs_through(
 
 
 def test_ctrl_c_ends_make_run_cleanly(example_home: Path, cli: Cli) -> None:
-    env = {key: value for key, value in os.environ.items() if key != "CI"}
+    but = ("CI", "WEIGHTYARD_DEADLINE_S")
+    env = {key: value for key, value in os.environ.items() if key not in but}
     env["WEIGHTYARD_HOME"] = str(example_home)
     pid, terminal = pty.fork()
     if pid == 0:

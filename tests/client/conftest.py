@@ -1,7 +1,35 @@
-"""The fixtures of a service on a yard of its own."""
+"""The fixtures of a service on a yard of its own, and of its clients."""
 
 from __future__ import annotations
 
-from service_world import any_world, url, world
+from collections.abc import Iterator
+
+import pytest
+from cutting import Cutting
+from opened import Opens
+from service_world import World, any_world, url, world
+
+from weightyard.opening import open_yard
+from weightyard.settings import Settings
+from weightyard.yard import Yard
 
 __all__ = ["any_world", "url", "world"]
+
+
+@pytest.fixture
+def opens(world: World, url: str) -> Opens:
+    def opened(where: str = url, **settings: object) -> Yard:
+        return open_yard(
+            where,
+            token=world.secrets["writer"],
+            settings=Settings(**{"deadline_s": 10, **settings}),
+        )
+
+    return opened
+
+
+@pytest.fixture
+def cutting(url: str) -> Iterator[Cutting]:
+    proxy = Cutting(url)
+    yield proxy
+    proxy.close()

@@ -12,13 +12,15 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import httpx
+import pushing
 import pytest
 from cutting import Cutting
-from service_world import World, push, served
+from service_world import World, push, push_file, served
 
 import weightyard
 from weightyard.client.catalogue import HttpCatalogue
 from weightyard.client.connection import Connection
+from weightyard.client.upload import HttpUpload
 from weightyard.errors import (
     AliasMoved,
     BadSetting,
@@ -36,17 +38,23 @@ from weightyard.errors import (
     RegistryUnavailable,
     Retryable,
     Unauthenticated,
+    Unsupported,
     UploadExpired,
     VersionMoved,
 )
-from weightyard.format.block import MIB, block_id
+from weightyard.format import manifest as manifests
+from weightyard.format.block import MIB
+from weightyard.format.manifest import Manifest
 from weightyard.names import AliasName, Digest, FilePath, ModelName, PackId, Ref, TokenName
 from weightyard.records import Publication, Retention, Role
+from weightyard.settings import Settings
+from weightyard.storage import layout
+from weightyard.storage.deadline import Deadline
 from weightyard.transfer.catalogue import Catalogue
 from weightyard.transfer.folder import read_folder
-from weightyard.transfer.publish import read_manifest
+from weightyard.transfer.publish import read_manifest, store_manifest
 from weightyard.transfer.reader import Reader
-from weightyard.transfer.source import FileSource
+from weightyard.wire import OpenedUpload
 
 BERT = ModelName("team", "bert")
 PROD = AliasName("prod")
@@ -189,61 +197,43 @@ def test_errors_come_back_as_what_they_were(world: World, url: str, client: Http
 
 
 def test_the_same_key_for_other_content_is_an_error(world: World, client: HttpCatalogue) -> None:
-    done = []
-    for data in (b"one", b"two"):
-        upload = client.open_upload(BERT, Publication())
-        upload.put_file(FilePath("a"), _file(world, data))
-        done.append(upload)
-    done[0].commit_files(Publication(), "key")
+    push(client, world.store, "team/bert", b"one", key="key")
     with pytest.raises(KeyReused):
-        done[1].commit_files(Publication(), "key")
+        push(client, world.store, "team/bert", b"two", key="key")
 
 
-def _file(world: World, data: bytes) -> FileSource:
-    folder = Path(world.store.url.removeprefix("file://")).parent
-    path = folder / f"source-{block_id(data).hex[:8]}"
-    path.write_bytes(data)
-    return FileSource(path)
-
-
-def test_files_go_through_the_service_for_those_who_cannot_reach_the_store(
-    world: World, client: HttpCatalogue
-) -> None:
+def test_a_file_is_fetched_whatever_its_name_is(world: World, client: HttpCatalogue) -> None:
     data = os.urandom(2 * MIB + 7)
-    upload = client.open_upload(BERT, Publication())
-    sent = upload.put_file(FilePath("deep/ä b.bin"), _file(world, data))
-    assert (sent.bytes, sent.new_bytes) == (len(data), len(data))
-    version = upload.commit_files(Publication(message="sent"), "k")
-    assert upload.commit_files(Publication(message="sent"), "k") == version
+    push_file(world, "team/bert", "deep/%C3%A4%20b.bin", data)
     out = io.BytesIO()
-    fetched = client.fetch_file(Ref.parse(version.ref), FilePath("deep/ä b.bin"), out)
-    assert (fetched, out.getvalue()) == (len(data), data)
+    assert client.fetch_file(Ref(BERT), FilePath("deep/ä b.bin"), out) == len(data)
+    assert out.getvalue() == data
 
 
-@pytest.fixture
-def cutting(url: str) -> Iterator[Cutting]:
-    proxy = Cutting(url)
-    yield proxy
-    proxy.close()
-
-
-def test_a_lost_answer_is_asked_for_again(world: World, cutting: Cutting) -> None:
-    with HttpCatalogue(cutting.url, world.secrets["boss"], deadline_s=10) as client:
-        upload = client.open_upload(BERT, Publication())
-        upload.put_file(FilePath("a"), _file(world, b"one"))
+def test_a_lost_answer_is_asked_for_again(
+    world: World, client: HttpCatalogue, cutting: Cutting
+) -> None:
+    digest, manifest = written(upload := client.open_upload(BERT, Publication()), world)
     cutting.cut_after_bytes = [0, 10]
-    with HttpCatalogue(cutting.url, world.secrets["boss"], deadline_s=10) as client:
-        again = type(upload)(client.connection, _opened(upload.id.hex))
-        version = again.commit_files(Publication(), "key")
+    with HttpCatalogue(cutting.url, world.secrets["boss"], deadline_s=10) as unlucky:
+        again = reopened(unlucky, upload)
+        version = again.commit(digest, manifest, Publication(), "key")
     assert version.number == 1
-    assert cutting.connections == 4
+    assert cutting.connections == 3
     assert len(world.registry.versions(BERT)) == 1
 
 
-def _opened(upload: str):  # type: ignore[no-untyped-def]
-    from weightyard.wire import OpenedUpload
+def written(upload: HttpUpload, world: World) -> tuple[Digest, Manifest]:
+    """All that comes before the commit."""
+    manifest = pushing.write(upload, world.store, b"one")
+    digest, stored = manifests.encode(manifest)
+    store_manifest(world.store, upload, digest, stored, None, min_replicas=1)
+    return digest, manifest
 
-    return OpenedUpload(id=upload, model="team/bert", lease_s=1, block_bytes=MIB)
+
+def reopened(client: HttpCatalogue, upload: HttpUpload) -> HttpUpload:
+    opened = OpenedUpload(id=upload.id.hex, model=str(BERT), lease_s=1, block_bytes=MIB)
+    return HttpUpload(client.connection, opened)
 
 
 def test_what_must_not_happen_twice_is_not_tried_twice(world: World, cutting: Cutting) -> None:
@@ -259,10 +249,7 @@ def test_what_must_not_happen_twice_is_not_tried_twice(world: World, cutting: Cu
 
 def test_a_fetch_goes_on_where_it_broke_off(world: World, cutting: Cutting) -> None:
     data = os.urandom(6 * MIB)
-    with HttpCatalogue(cutting.url, world.secrets["boss"]) as client:
-        upload = client.open_upload(BERT, Publication())
-        upload.put_file(FilePath("a"), _file(world, data))
-        upload.commit_files(Publication(), "k")
+    push_file(world, "team/bert", "a", data)
     cutting.cut_after_bytes = [2 * MIB, 3 * MIB]
     with HttpCatalogue(cutting.url, world.secrets["boss"]) as client:
         out = io.BytesIO()
@@ -296,6 +283,26 @@ def answering(
         return found
 
     return httpx.MockTransport(answer), seen
+
+
+def test_a_service_that_says_nothing_is_waited_for_no_longer_than_one_may() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        began = time.monotonic()
+        with HttpCatalogue(url) as client, pytest.raises(RegistryUnavailable):
+            client.locator(Settings()).locate(layout.YARD, Deadline.after(0.3))
+    assert time.monotonic() - began < 10
+
+
+def test_an_answer_of_unknown_length_is_never_taken_for_a_file() -> None:
+    endless = httpx.Response(200, content=iter([b"some", b"thing"]))
+    transport, seen = answering(endless)
+    with (
+        HttpCatalogue("http://yard", transport=transport) as client,
+        pytest.raises(Unsupported, match="length"),
+    ):
+        client.fetch_file(Ref(BERT, 1), FilePath("a"), io.BytesIO())
+    assert seen[0].headers["accept-encoding"] == "identity"
 
 
 def test_a_pause_that_is_asked_for_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -354,6 +361,7 @@ def test_a_change_is_never_redirected() -> None:
      (httpx.Response(418, text="tea"), Exception),
      (httpx.Response(409, json={"code": "from-the-future"}), Conflict),
      (httpx.Response(400, json={"code": "invalid-name", "detail": 5}), InvalidName),
+     (httpx.Response(409, json={"code": "conflict", "args": "x", "__cause__": "y"}), Conflict),
      (httpx.Response(500, json=[1, 2]), Bug)],
 )  # fmt: skip
 def test_answers_of_others_are_understood_as_far_as_they_can_be(
@@ -413,13 +421,11 @@ def test_two_services_on_one_database_are_one(world: World, url: str, tmp_path: 
 
     second = open_service(world.store, world.registry.database, world.service.settings, "127.0.0.1")
     with served(create_app(second)) as other, as_writer(world, url) as first:
-        upload = first.open_upload(BERT, Publication(message="both"))
-        upload.put_file(FilePath("a"), _file(world, b"one"))
+        digest, manifest = written(upload := first.open_upload(BERT, Publication()), world)
         with as_writer(world, other) as client:
-            again = type(upload)(client.connection, _opened(upload.id.hex))
-            again.put_file(FilePath("b"), _file(world, b"two"))
-            version = again.commit_files(Publication(message="both"), "k")
-        assert (version.files, first.resolve(Ref(BERT))) == (2, version)
+            again = reopened(client, upload)
+            version = again.commit(digest, manifest, Publication(message="both"), "k")
+        assert (version.message, first.resolve(Ref(BERT))) == ("both", version)
 
 
 def test_a_yard_opened_by_its_service_pushes_and_pulls(

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opened import same
 from service_world import World, make_world
 
 from weightyard.client.catalogue import HttpCatalogue
@@ -21,6 +22,7 @@ from weightyard.client.locating import LIFE_S, MOST_VERSIONS, ServiceLocator
 from weightyard.errors import DeadlineExceeded, FileMissing, NotAllowed
 from weightyard.format.block import MIB
 from weightyard.names import ModelName, Ref
+from weightyard.opening import open_yard
 from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.deadline import Deadline
@@ -29,7 +31,7 @@ from weightyard.storage.opening import open_store
 from weightyard.storage.store import Location, StorePath
 from weightyard.testing.cluster import MiniCluster
 from weightyard.transfer import learned
-from weightyard.yard import open_yard
+from weightyard.transfer.folder import files_in
 
 pytestmark = pytest.mark.cluster
 
@@ -62,10 +64,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def published(world: World, url: str, folder: Path) -> str:
+def published(world: World, folder: Path) -> str:
     """A version whose files came one by one, so that they are in packs of their own."""
-    with open_yard(url, token=world.secrets["writer"], settings=Settings(via="service")) as yard:
-        digest = yard.push(folder, BERT, replication=1).digest
+    opened = world.call("POST", f"models/{BERT}/uploads", json={"replication": 1}).json()
+    upload = f"uploads/{opened['id']}"
+    for path, file in files_in(folder):
+        sent = world.call("PUT", f"{upload}/files/{path}", content=file.read_bytes())
+        assert sent.status_code == 200, sent.text
+    digest = str(world.call("POST", f"{upload}/commit").json()["digest"])
     world.store.url = f"{DEAD}/yard"  # from now on nobody is told where the NameNode is
     return digest
 
@@ -107,12 +113,17 @@ def run(env: dict[str, str], script: str) -> dict[str, Any]:
     return found
 
 
-def same(one: Path, other: Path) -> bool:
-    def content(folder: Path) -> dict[str, bytes]:
-        found = (file for file in folder.rglob("*") if file.is_file())
-        return {str(file.relative_to(folder)): file.read_bytes() for file in found}
-
-    return content(one) == content(other)
+def pull(env: dict[str, str], into: Path) -> None:
+    """In a process of its own, to `out` there."""
+    run(
+        env,
+        f"""
+import json, weightyard
+with weightyard.open() as yard:
+    yard.pull("{BERT}", "{into}/out")
+print(json.dumps({{}}))
+""",
+    )
 
 
 def namenode_calls(cluster: MiniCluster, command: str = "open") -> int:
@@ -214,16 +225,7 @@ def test_a_token_that_ended_is_replaced_by_asking_the_service_again(
         known._known.clear()
     for pack in world.store.list(layout.PACKS):
         known._known[pack.path] = (time.monotonic(), spoiled(world.store.locate(pack.path)))
-    env = lost | {"WEIGHTYARD_URL": url, "WEIGHTYARD_TOKEN": world.secrets["reader"]}
-    run(
-        env,
-        f"""
-import json, weightyard
-with weightyard.open() as yard:
-    yard.pull("{BERT}", "{tmp_path}/out")
-print(json.dumps({{}}))
-""",
-    )
+    pull(lost | {"WEIGHTYARD_URL": url, "WEIGHTYARD_TOKEN": world.secrets["reader"]}, tmp_path)
     assert same(folder, tmp_path / "out")
     assert through_service(world) == 0
 
@@ -343,16 +345,7 @@ def test_a_host_that_reaches_no_datanode_either_pulls_through_the_service(
         for span in whole.spans
     )
     known._known[layout.YARD] = (time.monotonic(), dataclasses.replace(whole, spans=away))
-    env = lost | {"WEIGHTYARD_URL": url, "WEIGHTYARD_TOKEN": world.secrets["reader"]}
-    run(
-        env,
-        f"""
-import json, weightyard
-with weightyard.open() as yard:
-    yard.pull("{BERT}", "{tmp_path}/out")
-print(json.dumps({{}}))
-""",
-    )
+    pull(lost | {"WEIGHTYARD_URL": url, "WEIGHTYARD_TOKEN": world.secrets["reader"]}, tmp_path)
     assert same(folder, tmp_path / "out")
     assert through_service(world) > 6 * MIB
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
 
-from weightyard.codec import Encoded, decode
+from weightyard.codec import Encoded, decode, decode_planes
 from weightyard.format.block import (
     Codec,
     Encoding,
@@ -64,13 +65,23 @@ def decoded(
     base: bytes | None = None,
     out_bytes: int | None = None,
 ) -> bytes:
-    """Decode between guards, which must stay as they are whatever happens."""
-    size = encoding.raw_bytes if out_bytes is None else out_bytes
-    memory = bytearray(GUARD + b"\x5a" * size + GUARD)
-    out = memoryview(memory)[len(GUARD) : len(GUARD) + size]
-    try:
+    with guarded(encoding.raw_bytes if out_bytes is None else out_bytes) as out:
         decode(encoding, stored, out, first_chunk=first, last_chunk=last, base=base)
         return bytes(out)
+
+
+def planes_of(encoding: Encoding, stored: bytes) -> bytes:
+    with guarded(encoding.raw_bytes) as out:
+        decode_planes(encoding, stored, out)
+        return bytes(out)
+
+
+@contextmanager
+def guarded(size: int) -> Iterator[memoryview]:
+    """Memory between guards, which must stay as they are whatever happens."""
+    memory = bytearray(GUARD + b"\x5a" * size + GUARD)
+    try:
+        yield memoryview(memory)[len(GUARD) : len(GUARD) + size]
     finally:
         assert memory.startswith(GUARD)
         assert memory.endswith(GUARD)

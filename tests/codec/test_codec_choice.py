@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from forge import DTYPES, came_back, weights
 
-from weightyard.codec import Encoded, encode, encode_delta, worth_a_delta
+from weightyard.codec import Encoded, encode, encode_delta, estimate, worth_a_delta
 from weightyard.format.block import CHUNK_BYTES, Codec, SegmentKind, block_id
 
 BLOCK_BYTES = 2 * CHUNK_BYTES
@@ -145,13 +145,30 @@ def test_a_delta_of_a_small_change_is_small(codec: Codec, how: str, most: float)
     delta = encode_delta(raw, base, block_id(base), hint=codec)
 
     assert kept(delta) <= most
-    assert worth_a_delta(delta, encode(raw, hint=codec))
+    assert worth_a_delta(delta.stored_bytes, encode(raw, hint=codec).stored_bytes)
     assert came_back(delta, base) == raw
+
+
+@pytest.mark.parametrize("codec", [Codec.PLANES_BF16, Codec.PLANES_FP32, Codec.PLANES_FP64])
+@pytest.mark.parametrize("how", ["all values a little", "some rows"])
+def test_what_a_block_will_take_can_be_told_before_it_is_encoded(codec: Codec, how: str) -> None:
+    base = weights(codec, BLOCK_BYTES)
+    raw = changed(base, codec, how)
+    whole = encode(raw, hint=codec).stored_bytes
+    delta = encode_delta(raw, base, block_id(base), hint=codec).stored_bytes
+    told = estimate(raw, hint=codec), estimate(raw, hint=codec, base=base)
+
+    assert told[0] == pytest.approx(whole, rel=0.02)
+    assert told[1] == pytest.approx(delta, abs=0.2 * len(raw))  # of a few rows it sees fewer still
+    assert worth_a_delta(told[1], told[0]) == worth_a_delta(delta, whole)
+    assert estimate(raw, hint=Codec.RAW, base=base) == len(raw)
+    assert estimate(b"", hint=codec) == 0
 
 
 def test_a_delta_to_something_else_altogether_is_not_worth_it() -> None:
     raw, base = (weights(Codec.PLANES_BF16, BLOCK_BYTES, seed) for seed in (1, 2))
     delta = encode_delta(raw, base, block_id(base), hint=Codec.PLANES_BF16)
 
-    assert not worth_a_delta(delta, encode(raw, hint=Codec.PLANES_BF16))
+    whole = encode(raw, hint=Codec.PLANES_BF16)
+    assert not worth_a_delta(delta.stored_bytes, whole.stored_bytes)
     assert kept(delta) < 1.001

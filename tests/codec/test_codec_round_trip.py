@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -11,13 +12,22 @@ from forge import PLANE_CODECS, came_back, decoded, laid_out, weights
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from weightyard.codec import decode, encode, encode_delta, prove, verify, verify_whole
+from weightyard.codec import (
+    decode,
+    encode,
+    encode_delta,
+    prove,
+    room_for,
+    verify,
+    verify_whole,
+)
 from weightyard.codec.arena import arena
 from weightyard.codec.planes import merge, split
 from weightyard.errors import BlockCorrupt, Bug, Refused, TooLarge
 from weightyard.format.block import (
     CHUNK_BYTES,
     MAX_BLOCK_BYTES,
+    MIB,
     Codec,
     SegmentKind,
     block_id,
@@ -201,6 +211,17 @@ def test_segments_of_a_raw_block_are_the_callers_memory() -> None:
 
     assert encoded.encoding.codec is Codec.RAW
     assert all(np.shares_memory(np.frombuffer(data, np.uint8), raw) for data in encoded.segments)
+
+
+@pytest.mark.parametrize("codec", [Codec.PLANES_BF16, Codec.ZSTD])
+def test_a_block_is_encoded_into_the_memory_given_unless_it_stays_raw(codec: Codec) -> None:
+    for raw in (bytes(3 * MIB), os.urandom(3 * MIB)):
+        room = np.full(room_for(len(raw), codec), 0xFF, np.uint8)
+        inside, fresh = encode(raw, hint=codec, into=room), encode(raw, hint=codec)
+        assert inside.encoding == fresh.encoding
+        assert inside.stored == fresh.stored
+        is_raw = inside.encoding.codec is Codec.RAW
+        assert np.shares_memory(np.frombuffer(inside.stored, np.uint8), room) != is_raw
 
 
 def test_a_raw_block_received_in_place_needs_only_its_check() -> None:

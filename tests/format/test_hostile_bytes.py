@@ -3,82 +3,38 @@
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
 import xxhash
 import zstandard
 from format_examples import fake_ids, safetensors_file, small_manifest
+from hostile import ROUNDS, changed_bytes, changed_json, growing_at_most
 from test_pack import EXAMPLES, PACK, built
 
-from weightyard.errors import YardError
+from weightyard.errors import PackInvalid, YardError
 from weightyard.format.assembly import manifest_of
 from weightyard.format.block import MIB
 from weightyard.format.dtypes import DType
 from weightyard.format.manifest import check, decode
-from weightyard.format.pack import TRAILER_BYTES, FooterSpan, read_footer, read_trailer
+from weightyard.format.pack import (
+    TRAILER_BYTES,
+    FooterSpan,
+    entry_bytes,
+    read_entry,
+    read_footer,
+    read_trailer,
+)
 from weightyard.format.safetensors import Header, parse_header
 from weightyard.format.splitting import split_safetensors
 from weightyard.names import FilePath
 
-ROUNDS = 10_000
-_NUMBER = re.compile(rb"\d+")
-_WORD = re.compile(rb'"[^"]*"')
-_LIST = re.compile(rb"[\[{][^\[\]{}]*[\]}]")
-_NUMBERS = (b"0", b"1", b"-1", b"1e3", b"0.5", b"4294967296", b"9223372036854775807", b"9" * 40)
-_TOKENS = (b"{", b"}", b"[", b"]", b",", b":", b'"', b"\\", b"null", b"true", b"\xff", b"\0", b"")
-
 
 @pytest.fixture(autouse=True)
 def memory_stays_bounded() -> Iterator[None]:
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
-    before = _peak_kib()
-    yield
-    assert _peak_kib() - before < 64 * 1024
-
-
-def _peak_kib() -> int:
-    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found
-    return int(found[1])
-
-
-def changed_json(text: bytes, chance: random.Random) -> bytes:
-    """JSON with numbers, words or lists replaced, swapped or repeated, or a few bytes changed."""
-    for _ in range(chance.choice((1, 1, 1, 2, 4))):
-        pattern = chance.choice((_NUMBER, _NUMBER, _WORD, _LIST, None))
-        found = list(pattern.finditer(text)) if pattern else []
-        if not found:
-            at = chance.randrange(len(text) or 1)
-            text = text[:at] + chance.choice(_TOKENS) + text[at + chance.randrange(3) :]
-            continue
-        old, other = chance.choice(found), chance.choice(found)[0]
-        new = chance.choice((other, other, b"", old[0] + b"," + other, chance.choice(_NUMBERS)))
-        text = text[: old.start()] + new + text[old.end() :]
-    return text
-
-
-def changed_bytes(data: bytes, chance: random.Random) -> bytes:
-    """Bytes flipped, set to an extreme, copied over others or cut off."""
-    out = bytearray(data)
-    for _ in range(chance.choice((1, 1, 2, 8))):
-        at = chance.randrange(len(out))
-        match chance.randrange(4):
-            case 0:
-                out[at] ^= 1 << chance.randrange(8)
-            case 1:
-                out[at : at + 4] = chance.choice((b"\0\0\0\0", b"\xff\xff\xff\xff", b"\1\0\0\0"))
-            case 2:
-                other = chance.randrange(len(out))
-                out[at : at + 16] = out[other : other + 16]
-            case 3 if chance.random() < 0.1:
-                del out[at:]
-        if not out:
-            break
-    return bytes(out)
+    with growing_at_most(kib=64 * 1024):
+        yield
 
 
 def test_changed_headers_are_odd_or_split_into_a_right_manifest() -> None:
@@ -142,4 +98,20 @@ def test_changed_footers_and_trailers_are_refused_or_hold_every_rule() -> None:
             continue
         good += 1
         assert all(p.encoding.flaw is None and p.end <= offset for p in placements)
+    assert 0 < good < ROUNDS / 2
+
+
+def test_changed_entries_are_refused_or_say_all_they_hold() -> None:
+    chance = random.Random(4)
+    entries = [entry_bytes(placement) for placement in built(*EXAMPLES)[2]]
+    good = 0
+    for _ in range(ROUNDS):
+        changed = changed_bytes(chance.choice(entries), chance)
+        try:
+            placement = read_entry(changed, PACK)
+        except PackInvalid:
+            continue
+        good += 1
+        assert placement.encoding.flaw is None
+        assert entry_bytes(placement) == changed
     assert 0 < good < ROUNDS / 2

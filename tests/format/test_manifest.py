@@ -299,9 +299,11 @@ def test_20000_tensors_and_a_million_extents_are_no_trouble() -> None:
     whole = tuple(Extent(i, 0, 16 * MIB) for i in range(10_000))
     many = tuple(Extent(i % 10_000, 16 * (i // 10_000), 16) for i in range(1_000_000))
     model = FileEntry("model", 160_000 * MIB, "safetensors", whole)
-    for extents, limit_s in ((many[:10_000], 1.0), (many, 4.0)):
+    for extents in (many[:10_000], many):
         other = FileEntry("other", 16 * len(extents), "plain", extents)
-        digest, data = encode(Manifest(1, 16 * MIB, blocks, (model, other), tensors))
         start = time.process_time()
+        digest, data = encode(Manifest(1, 16 * MIB, blocks, (model, other), tensors))
+        encoded = time.process_time()
         decode(data, digest)
-        assert time.process_time() - start < limit_s
+        decode_s, encode_s = time.process_time() - encoded, encoded - start
+        assert decode_s < 10 * encode_s, "about as long: no part of it is looked for in all others"

@@ -155,7 +155,7 @@ def test_header_cut_short_by_the_caller_is_odd_and_no_crash() -> None:
         assert isinstance(parse_header(data[:given], len(data)), OddFile)
 
 
-def test_header_of_20000_tensors_parses_quickly() -> None:
+def test_header_of_20000_tensors_parses_about_as_quickly_as_its_json() -> None:
     shape = (3, 5)
     size = nbytes(DType.BF16, shape)
     fields = {
@@ -168,5 +168,7 @@ def test_header_of_20000_tensors_parses_quickly() -> None:
     }
     data = file_of(fields, 20_000 * size)
     start = time.process_time()
+    json.loads(json.dumps(fields))
+    as_json = time.process_time()
     assert len(parsed(data).tensors) == 20_000
-    assert time.process_time() - start < 1
+    assert time.process_time() - as_json < 10 * (as_json - start)

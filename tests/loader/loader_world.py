@@ -10,9 +10,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
+from sqlalchemy import text
 
+from weightyard.opening import open_yard
+from weightyard.registry.database import Database
 from weightyard.settings import Settings
-from weightyard.yard import Yard, open_yard
+from weightyard.yard import Yard
 
 BERT = "team/bert"
 
@@ -66,3 +69,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 def our_threads() -> list[str]:
     return [one.name for one in threading.enumerate() if one.name.startswith("weightyard")]
+
+
+def leases(database: Database) -> int:
+    """How many versions somebody is reading."""
+    with database.engine.connect() as connection:
+        return int(connection.execute(text("SELECT count(*) FROM read_leases")).scalar_one())

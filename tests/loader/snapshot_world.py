@@ -9,8 +9,9 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
+from weightyard.opening import open_yard
 from weightyard.settings import Settings
-from weightyard.yard import Yard, open_yard
+from weightyard.yard import Yard
 
 BERT = "team/bert"
 

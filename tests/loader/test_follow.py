@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import shutil
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,17 +13,18 @@ import torch
 from loader_world import BERT, noise, our_threads, same, yard_in
 from sqlalchemy import Connection, select
 from torch import nn
+from waiting import SOON_S, eventually
 
-from weightyard.errors import BadSetting, Damaged, DoesNotFit, NoSuchThing, Refused, TooLarge
+from weightyard.errors import BadSetting, Bug, Damaged, DoesNotFit, NoSuchThing, Refused, TooLarge
 from weightyard.format.block import MIB
 from weightyard.loader.follower import Follower
+from weightyard.loader.leases import Holding
 from weightyard.registry import schema
 from weightyard.storage.store import Store
 from weightyard.testing.faults import FaultyStore
 from weightyard.yard import Yard
 
 PROD = f"{BERT}@prod"
-SOON_S = 20.0
 BLOCK = 16 * MIB
 
 
@@ -71,13 +71,6 @@ def ready(follower: Follower, number: int) -> None:
     found = follower.wait(SOON_S)
     assert found is not None, follower.failure
     assert found.number == number
-
-
-def eventually(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def packs_of(yard: Yard, folder: Path, ref: str) -> list[Path]:
@@ -513,3 +506,20 @@ def test_what_is_closed_brings_nothing_more(yard: Yard) -> None:
     assert follower.ready() is None
     assert follower.apply() is None
     assert holds(net, 0)
+
+
+def test_a_thread_that_ended_is_told_as_a_failure(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ends(holding: Holding, refs: object) -> None:
+        raise RuntimeError("no more threads")
+
+    yard.push(state(1), BERT, alias="prod")
+    monkeypatch.setattr(Holding, "hold", ends)
+    with yard.follow(PROD) as follower:
+        eventually(lambda: follower.failure)
+        assert isinstance(follower.failure, Bug)
+        assert "no more threads" in str(follower.failure)
+        yard.push(state(2), BERT, alias="prod")
+        assert follower.wait(0.3) is None
+        assert isinstance(follower.failure, Bug), "a move does not hide it"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 import torch
+from hdfs_world import by_service
 from loader_world import BERT, noise, our_threads, same, yard_in
+from waiting import SOON_S, eventually
 
 from weightyard.errors import YardError
 from weightyard.storage import layout
@@ -20,13 +20,8 @@ from weightyard.testing.cluster.replicas import damage
 pytestmark = pytest.mark.cluster
 
 PROD = f"{BERT}@prod"
-
-
-def eventually(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + 60
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+NEVER_S = 3600.0
+"""A pace of asking at which nothing would be noticed in time."""
 
 
 def test_a_version_whose_replicas_are_all_wrong_is_passed_over_and_the_next_one_taken(
@@ -39,7 +34,7 @@ def test_a_version_whose_replicas_are_all_wrong_is_passed_over_and_the_next_one_
     with yard_in(tmp_path, url, hadoop_conf_dir=cluster.conf_dir, poll_s=0.2) as yard:
         yard.push(first, BERT, alias="prod", codec="raw")
         weights = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
-        yard.load_into(holder(weights), PROD)
+        yard.load_into(holder(weights), PROD, cache=False)
         assert same(weights, first)
         with yard.follow(PROD, weights, applied=f"{BERT}@v1") as follower:
             yard.push(second, BERT, codec="raw")
@@ -65,6 +60,30 @@ def test_a_version_whose_replicas_are_all_wrong_is_passed_over_and_the_next_one_
             follower.apply()
             assert same(weights, third)
     assert not {"weightyard-watch", "weightyard-follow", "weightyard-lease"} & {*our_threads()}
+
+
+def test_a_service_tells_of_the_move_and_the_change_comes_as_a_delta_from_datanodes(
+    cluster: MiniCluster, tmp_path: Path
+) -> None:
+    first = {"trunk": noise(2048, 1024), "head": noise(512, 1024, seed=1)}
+    second = first | {"head": first["head"].clone()}
+    second["head"][3, 5] += 1
+    with by_service(cluster, tmp_path) as (yard, _):
+        yard.push(first, BERT, alias="prod")
+        weights = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
+        with yard.follow(PROD, weights, poll_s=NEVER_S) as follower:
+            assert follower.wait(SOON_S) is not None
+            follower.apply()
+            yard.push(second, BERT, alias="prod", parent=PROD, delta="also")
+            found = follower.wait(SOON_S)
+            assert found is not None
+            assert found.number == 2
+            assert follower.report is not None
+            assert follower.report.by_path.keys() == {ReadPath.DIRECT}
+            assert follower.report.stored_bytes < second["head"].nbytes / 20, "a delta"
+            follower.apply()
+            assert same(weights, second)
+            assert follower.failure is None
 
 
 def holder(tensors: dict[str, torch.Tensor]) -> torch.nn.Module:

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import httpx
 import pytest
 import torch
-from loader_world import BERT, our_threads, yard_in
+from loader_world import BERT, noise, our_threads, same, saved, sharded, yard_in
 from service_world import World, make_world, served
+from starlette.types import Send
+from waiting import SOON_S, eventually
 
 from weightyard.errors import Retryable
+from weightyard.service.sending import SentFile
 from weightyard.yard import Yard
 
 PROD = f"{BERT}@prod"
-SOON_S = 20.0
 NEVER_S = 3600.0
 """A pace of asking at which nothing would be noticed in time."""
 
@@ -33,25 +37,21 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 @pytest.fixture
-def yard(world: World, tmp_path: Path) -> Iterator[Yard]:
-    """A yard behind a service."""
-    with (
-        served(world.app, timeout_graceful_shutdown=1) as url,
-        yard_in(tmp_path, url, token=world.secrets["writer"]) as opened,
-    ):
-        yield opened
+def url(world: World) -> Iterator[str]:
+    with served(world.app, timeout_graceful_shutdown=1) as found:
+        yield found
     assert our_threads() == []
+
+
+@pytest.fixture
+def yard(world: World, url: str, tmp_path: Path) -> Iterator[Yard]:
+    """A yard behind a service."""
+    with yard_in(tmp_path, url, token=world.secrets["writer"]) as opened:
+        yield opened
 
 
 def state(number: int) -> dict[str, torch.Tensor]:
     return {"weight": torch.full((32, 32), float(number)), "bias": torch.full((32,), float(number))}
-
-
-def eventually(is_so: Callable[[], object]) -> None:
-    deadline = time.monotonic() + SOON_S
-    while not is_so():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_a_move_is_told_not_asked_for(yard: Yard) -> None:
@@ -79,6 +79,81 @@ def test_where_the_service_has_no_room_for_listeners_it_is_asked(yard: Yard, wor
         assert found is not None
         assert found.number == 2
     world.service.listeners = 0
+
+
+@pytest.fixture
+def far(world: World, url: str, tmp_path: Path) -> Iterator[Yard]:
+    """The same yard, for a host that reaches the service and nothing else."""
+    token = world.secrets["reader"]
+    with yard_in(tmp_path / "far", url, token=token, via="service") as opened:
+        yield opened
+
+
+def test_a_host_that_reaches_only_the_service_follows_and_only_what_differs_comes(
+    yard: Yard, far: Yard, world: World
+) -> None:
+    first = {"trunk": noise(512, 512), "head": noise(64, 1024, seed=1)}
+    second = first | {"head": first["head"].clone()}
+    second["head"][3, 5] += 1  # the store has that as a delta, of which a host out here has no use
+    yard.push(first, BERT, alias="prod")
+    weights = {name: torch.zeros_like(tensor) for name, tensor in first.items()}
+    with far.follow(PROD, weights, poll_s=NEVER_S) as follower:
+        assert follower.wait(SOON_S) is not None
+        follower.apply()
+        assert same(weights, first)
+        sent = through_service(world)
+        yard.push(second, BERT, alias="prod", parent=PROD, delta="also")
+        found = follower.wait(SOON_S)
+        assert found is not None
+        assert found.number == 2
+        assert follower.report is not None
+        assert follower.report.raw_bytes == second["head"].nbytes
+        assert through_service(world) == sent + second["head"].nbytes
+        follower.apply()
+        assert same(weights, second)
+        assert follower.failure is None
+    assert far.snapshots.listed() == [], "nothing is left on the node"
+
+
+def test_a_model_of_several_files_is_followed_through_the_service(
+    yard: Yard, far: Yard, tmp_path: Path
+) -> None:
+    shards = {"a": noise(300, 300)}, {"b": noise(300, 300, seed=2)}
+    folder = sharded(tmp_path / "model", *shards)
+    yard.push(folder, BERT, alias="prod")
+    weights = far.load(PROD)
+    with far.follow(PROD, weights, verify="full") as follower:
+        saved(folder / "model-00002-of-00002.safetensors", {"b": -shards[1]["b"]})
+        yard.push(folder, BERT, alias="prod")
+        assert follower.wait(SOON_S) is not None
+        assert follower.report is not None
+        assert follower.report.raw_bytes == shards[1]["b"].nbytes
+        follower.apply()
+        assert same(weights, {"a": shards[0]["a"], "b": -shards[1]["b"]})
+
+
+def test_closing_does_not_wait_for_blocks_that_a_service_stopped_sending(
+    yard: Yard, far: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    yard.push({"weight": noise(1024, 1024)}, BERT, alias="prod")
+    stuck, go_on = threading.Event(), threading.Event()
+
+    async def stalled(answer: SentFile, window: memoryview, send: Send) -> None:
+        await send({"type": "http.response.body", "body": bytes(window[:100]), "more_body": True})
+        stuck.set()
+        while not go_on.is_set():
+            await asyncio.sleep(0.01)
+
+    monkeypatch.setattr(SentFile, "_send", stalled)
+    with far.follow(PROD):
+        assert stuck.wait(SOON_S)
+        began = time.monotonic()
+    assert time.monotonic() - began < 5
+    go_on.set()
+
+
+def through_service(world: World) -> float:
+    return float(world.service.metrics.bytes.labels("out")._value.get())
 
 
 @contextmanager

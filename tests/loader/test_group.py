@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import signal
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from group_world import RANKS, Outcome, World, outcome, run_ranks
-from loader_world import BERT, noise, saved, sharded, yard_in
+from loader_world import BERT, noise, same, saved, sharded, yard_in
 
 from weightyard.errors import StoreUnavailable
 from weightyard.format.block import MIB
+from weightyard.loader import joint, peers
+from weightyard.loader.asked import Asked
+from weightyard.loader.load import plan
+from weightyard.loader.origin import Destination
+from weightyard.loader.peers import Alone
+from weightyard.storage.deadline import NEVER
 from weightyard.testing.faults import FaultyStore
 from weightyard.yard import Yard
 
@@ -145,8 +152,8 @@ def load_moving(world: World, rank: int) -> Outcome:
         if rank == 0:
             resolve = yard._version_to_use
 
-            def telling(ref: str) -> Any:
-                version = resolve(ref)
+            def telling(*asked: Any) -> Any:
+                version = resolve(*asked)
                 store.set("resolved", "yes")
                 return version
 
@@ -228,6 +235,20 @@ def test_a_rank_that_is_gone_half_way_is_named_and_nobody_hangs(
         assert found[rank].seconds < 12
 
 
+def answer_late(world: World, rank: int) -> list[int]:
+    peers.ROLL_CALL_S, peers.ALONE_S = 0.3, 30.0
+    group = dist.group.WORLD
+    one = peers.Peers(group, NEVER)
+    if rank == 2:
+        return []  # it is gone
+    time.sleep(0.0 if rank == 0 else 1.5)
+    return one._missing()
+
+
+def test_ranks_that_are_slow_to_notice_are_not_taken_for_gone(world: World) -> None:
+    assert run_ranks(world, answer_late) == {0: [2], 1: [2], 2: [], 3: [2]}
+
+
 def load_with_files(world: World, rank: int) -> Outcome:
     with world.yard(rank) as yard:
         if rank == 3:
@@ -252,6 +273,33 @@ def test_a_rank_whose_node_has_the_files_maps_them_and_the_others_read(
     assert found[3].report.read_bytes == found[3].report.received_bytes == 0
     total = sum(one.nbytes for one in tensors.values())
     assert sum(one.report.read_bytes for one in found.values()) == total
+
+
+class Telling(Alone):
+    """Keeps what it was doing whenever it told the others."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def tell(self, step: Callable[[], bytes], doing: str) -> list[bytes]:
+        self.told.append(doing)
+        return super().tell(step, doing)
+
+
+def test_a_rank_that_maps_files_tells_the_others_in_between_that_it_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(joint, "_SLICE_S", -1.0)
+    ranks, asked, found = Telling(), Asked(), dict[int, torch.Tensor]()
+    with yard_in(tmp_path) as yard:
+        yard.push(saved(tmp_path / "model.safetensors", shards()), BERT)
+        yard.snapshot(BERT)
+        origin = yard._origin(BERT, asked, cache=True)
+        plans = plan(origin, asked)
+        planned = joint.Planned(origin, asked, Destination(torch.device("cpu")), plans)
+        joint.read_jointly(ranks, lambda: planned, found.__setitem__)
+    assert same({plans[at].name: one for at, one in found.items()}, shards())
+    assert ranks.told.count("reading") == len(plans) + 1
 
 
 def load_encoded(world: World, rank: int) -> Outcome:

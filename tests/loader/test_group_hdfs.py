@@ -10,6 +10,7 @@ from loader_world import BERT, noise, yard_in
 
 from weightyard.storage import layout
 from weightyard.testing.cluster import MiniCluster
+from weightyard.transfer.durable import require_replicas
 
 pytestmark = pytest.mark.cluster
 
@@ -29,13 +30,16 @@ def test_ranks_read_one_copy_from_datanodes_near_them(
     url = cluster.fresh_dir()
     with yard_in(tmp_path, url, hadoop_conf_dir=cluster.conf_dir) as yard:
         yard.push(STATE, BERT, codec="raw", replication=replication)
-        alone = yard.load(BERT).report
         manifest = yard.manifest(BERT)
         placements = yard.catalogue.placements([block.id for block in manifest.blocks])
+        packs = {layout.pack(places[0].pack) for places in placements.values()}
+        for pack in packs:  # a push waits for two: the third may come between the ranks' looks
+            require_replicas(yard.store, pack, replication, 30.0)
+        alone = yard.load(BERT, cache=False).report
         racks = {
             replica.rack
-            for places in placements.values()
-            for span in yard.store.locate(layout.pack(places[0].pack)).spans
+            for pack in packs
+            for span in yard.store.locate(pack).spans
             for replica in span.replicas
         }
     world = World(tmp_path, url, {"hadoop_conf_dir": cluster.conf_dir})

@@ -19,8 +19,8 @@ from weightyard.loader.sharing import (
     Wants,
     decode_wants,
     encode_wants,
-    shared_blocks,
     split_reads,
+    wanted_by_any,
 )
 from weightyard.storage.store import Replica
 from weightyard.transfer.replicas import Place
@@ -38,7 +38,7 @@ def all_of(some: list[BlockEntry]) -> Wants:
 
 
 def portions(split: Split) -> list[Portion]:
-    return [one for some in split.rounds for one in some]
+    return [one for some in split.own + split.rounds for one in some]
 
 
 def read_by(split: Split, ranks: int) -> list[int]:
@@ -145,13 +145,19 @@ def test_a_round_is_bounded_whatever_the_model_is(ranks: int) -> None:
         assert sum(one.length for one in some_portions) <= ROUND_BYTES
 
 
-def test_what_only_one_rank_wants_it_reads_itself_and_nothing_is_looked_up() -> None:
+def test_what_only_one_rank_wants_it_reads_itself_and_nothing_is_exchanged() -> None:
     some = blocks(8)
     wants: list[Wants] = [{rank: [(0, 16)], rank + 4: [(0, 16)]} for rank in range(4)]
-    assert shared_blocks(wants) == []
     split = split_reads(wants, some, {}, [Place()] * 4)
-    assert all(one.wanting == (one.reader,) for one in portions(split))
-    assert shared_blocks([{1: [(0, 1)]}, {1: [(4, 5)], 2: [(0, 1)]}]) == [1]
+    assert split.rounds == ()
+    for rank, own in enumerate(split.own):
+        assert {one.wanting for one in own} == {(rank,)}
+        assert {extent.block for one in own for extent in one.extents} == {rank, rank + 4}
+
+
+def test_what_any_rank_wants_is_counted_once() -> None:
+    wants: list[Wants] = [{1: [(0, 2)]}, {}, {2: [(0, 1)], 1: [(1, 3), (4, 5)]}]
+    assert wanted_by_any(wants) == {1: [(0, 3), (4, 5)], 2: [(0, 1)]}
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import resource
 import time
 import tracemalloc
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,9 @@ def test_a_cast_takes_little_memory_beside_its_result(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     yard.push({f"layer.{n}": torch.full((2 << 20,), float(n)) for n in range(24)}, BERT)
-    monkeypatch.setattr("weightyard.loader.stored.AHEAD_BYTES", 32 * MIB)
+    monkeypatch.setattr("weightyard.loader.budget.AHEAD_BYTES", 32 * MIB)
+    fresh = partial(np.empty, dtype=np.uint8)  # which is seen below; what is mapped is not
+    monkeypatch.setattr("weightyard.loader.state.fresh_memory", fresh)
     tracemalloc.start()  # sees NumPy's memory, in which stored bytes are; the result is torch's
     try:
         weights = yard.load(BERT, dtype="bfloat16")

@@ -21,13 +21,14 @@ import pytest
 from snapshot_world import BERT, content, settings_in, write_model, yard_in
 
 import weightyard
-from weightyard.errors import NotOnNode, RegistryUnavailable, Retryable
+from weightyard.errors import BadSetting, NotOnNode, RegistryUnavailable, Retryable
 from weightyard.loader import remembered as module
 from weightyard.loader.remembered import Remembered
 from weightyard.names import Digest, Ref
+from weightyard.opening import open_yard
 from weightyard.records import RememberedVersion
 from weightyard.settings import Settings
-from weightyard.yard import open_yard
+from weightyard.yard import Yard
 
 WEIGHTYARD = Path(sys.executable).with_name("weightyard")
 
@@ -203,6 +204,37 @@ def test_without_being_told_so_a_dead_service_is_an_error_not_an_old_version(
         weightyard.open(url)
     with weightyard.open(url, on_unavailable="cached") as yard, pytest.raises(NotOnNode):
         yard.snapshot(BERT)
+    monkeypatch.setenv("WEIGHTYARD_URL", url)
+    with pytest.raises(NotOnNode):
+        weightyard.load(BERT, on_unavailable="cached")
+
+
+def test_a_yard_that_was_away_when_it_was_opened_gives_no_old_version_to_who_wants_none(
+    tmp_path: Path,
+) -> None:
+    prod = f"{BERT}@prod"
+    with serving(tmp_path) as (url, _), open_yard(url, settings=settings_in(tmp_path)) as yard:
+        yard.push(write_model(tmp_path / "model", 1), BERT, alias="prod")
+        path = yard.snapshot(prod)
+    settings = Settings(cache=tmp_path / "cache", deadline_s=0.5, on_unavailable="cached")
+    with open_yard(url, settings=settings) as yard:
+        assert yard.snapshot(prod) == path
+        for _ in range(2):
+            with pytest.raises(RegistryUnavailable, match="does not answer"):
+                yard.snapshot(prod, on_unavailable="fail")
+        assert yard.snapshot(prod, on_unavailable="cached") == path
+    offline = Settings(cache=tmp_path / "cache", offline=True)
+    with open_yard(url, settings=offline) as yard:
+        assert yard.snapshot(prod, on_unavailable="fail") == path, "it was not asked"
+
+
+def lose_database(folder: Path, yard: Yard) -> None:
+    for file in (folder / "store").glob("registry.db*"):
+        file.unlink()
+    yard.registry.database.engine.dispose()
+    (folder / "store" / "registry.db").mkdir()
+    with pytest.raises(Retryable):
+        yard.resolve(f"{BERT}@prod")
 
 
 def test_a_yard_that_stops_answering_goes_on_with_what_is_known_if_told_so(
@@ -211,13 +243,35 @@ def test_a_yard_that_stops_answering_goes_on_with_what_is_known_if_told_so(
     with yard_in(tmp_path, on_unavailable="cached") as yard:
         yard.push(write_model(tmp_path / "model", 1), BERT, alias="prod")
         path = yard.snapshot(f"{BERT}@prod")
-        for file in (tmp_path / "store").glob("registry.db*"):
-            file.unlink()
-        yard.registry.database.engine.dispose()
-        (tmp_path / "store" / "registry.db").mkdir()
-        with pytest.raises(Retryable):
-            yard.resolve(f"{BERT}@prod")
+        lose_database(tmp_path, yard)
         assert yard.snapshot(f"{BERT}@prod") == path
+        with pytest.raises(Retryable):
+            yard.snapshot(f"{BERT}@prod", on_unavailable="fail")
+
+
+def test_a_call_can_say_that_it_goes_on_with_what_is_known(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    prod = f"{BERT}@prod"
+    with yard_in(tmp_path) as yard:
+        yard.push(write_model(tmp_path / "model", 1), BERT, alias="prod")
+        path = yard.snapshot(prod)
+        before = yard.load(prod)
+        lose_database(tmp_path, yard)
+        with pytest.raises(Retryable):
+            yard.load(prod)
+        with pytest.raises(Retryable):
+            yard.snapshot(prod)
+        with pytest.raises(BadSetting, match="'fail' or 'cached'"):
+            yard.load(prod, on_unavailable="cache")  # type: ignore[arg-type]
+        assert yard.snapshot(prod, on_unavailable="cached") == path
+        weights = yard.load(prod, on_unavailable="cached")
+        assert weights.report.from_snapshot
+        assert weights.report.resolved_s_ago is not None
+        assert all(torch.equal(weights[name], before[name]) for name in before)
+        streamed = dict(yard.stream(prod, on_unavailable="cached"))
+        assert streamed.keys() == before.keys()
+        with yard.safe_open(prod, on_unavailable="cached") as lazy:
+            assert sorted(lazy.keys()) == sorted(before)
 
 
 def test_a_manifest_or_note_that_was_damaged_is_as_if_it_were_not_there(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from late_device import LateDevice
 from loader_world import BERT, noise, our_threads, same, yard_in
 
 from weightyard.errors import StoreUnavailable
@@ -30,67 +30,6 @@ STATE = {
     "e.mask": torch.tensor([True, False, True]),
     **{f"layers.{number}": noise(512, 1024, seed=number) for number in range(12)},
 }
-
-
-class LateMark:
-    def __init__(self, device: LateDevice, number: int) -> None:
-        self._device = device
-        self._number = number
-
-    def wait(self) -> None:
-        self._device.reach(self._number)
-
-
-class LateDevice:
-    """Host memory that behaves as a device: copies wait in a queue until somebody waits for them.
-
-    Nothing is copied before it must be, so a slab filled again too early, or a tensor handed over
-    before its copies are done, has the wrong bytes. A slab is spoiled once its copies are done:
-    bytes that were to stay there would be wrong.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._queue: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._done = 0
-        self.slabs: list[torch.Tensor] = []
-        self.waited = 0
-        self.is_finished = False
-
-    def slab(self, length: int) -> torch.Tensor:
-        self.slabs.append(torch.full((length,), 0xEE, dtype=torch.uint8))
-        return self.slabs[-1]
-
-    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        made = torch.empty(shape, dtype=dtype)
-        made.reshape(-1).view(torch.uint8).fill_(0xDD)
-        return made
-
-    def follow(self) -> None:
-        pass
-
-    def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        with self._lock:
-            self._queue.append((into, source))
-
-    def mark(self) -> LateMark:
-        with self._lock:
-            return LateMark(self, len(self._queue))
-
-    def hand_over(self) -> None:
-        self.reach(self.mark()._number)
-
-    def finish(self) -> None:
-        self.hand_over()
-        self.is_finished = True
-
-    def reach(self, number: int) -> None:
-        with self._lock:
-            self.waited += number > self._done
-            for into, source in self._queue[self._done : number]:
-                into.copy_(source)
-                source.fill_(0xEE)
-            self._done = max(self._done, number)
 
 
 @pytest.fixture(scope="module")
@@ -225,7 +164,7 @@ def test_after_a_failure_nothing_is_copied_any_more(
     with pytest.raises(StoreUnavailable):
         _loaded(yard, device)
     assert device.is_finished
-    assert device._done == len(device._queue)
+    assert device.is_idle
     assert our_threads() == []
 
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from loader_world import BERT, noise, our_threads, same, saved, sharded, yard_in
+from loader_world import BERT, leases, noise, our_threads, same, saved, sharded, yard_in
 from safetensors import safe_open
-from sqlalchemy import text
 
 from weightyard.errors import NoSuchThing, Refused
 from weightyard.format.block import MIB
@@ -38,11 +37,6 @@ def file(yard: Yard, tmp_path: Path) -> Path:
     made = saved(tmp_path / "model.safetensors", TENSORS, format="pt", author="me")
     yard.push(made, BERT, codec="raw")
     return made
-
-
-def _leases(yard: Yard) -> int:
-    with yard.registry.database.engine.connect() as connection:
-        return int(connection.execute(text("SELECT count(*) FROM read_leases")).scalar_one())
 
 
 @pytest.mark.parametrize("snapshot", [False, True])
@@ -84,14 +78,39 @@ def test_only_what_is_looked_at_is_read(
 
 def test_the_bytes_stay_while_it_is_open(yard: Yard, file: Path) -> None:
     with yard.safe_open(BERT) as weights:
-        assert _leases(yard) == 1
+        assert leases(yard.registry.database) == 1
         yard.delete(f"{BERT}@v1")
         _collect(yard)
         assert same({"w": weights.get_tensor("w")}, {"w": TENSORS["w"]})
-    assert _leases(yard) == 0
+    assert leases(yard.registry.database) == 0
     assert our_threads() == []
     _collect(yard)
     assert not list(yard.store.list(layout.PACKS))
+
+
+def test_one_over_a_snapshot_goes_on_when_that_is_removed(yard: Yard, file: Path) -> None:
+    yard.snapshot(BERT)
+    (one,) = yard.snapshots.listed()
+    with yard.safe_open(BERT) as weights:
+        yard.snapshots.remove(one.place)
+        assert not one.place.folder.exists()
+        for name, tensor in TENSORS.items():
+            assert same({name: weights.get_tensor(name)}, {name: tensor})
+        assert weights.metadata() == {"format": "pt", "author": "me"}
+
+
+def test_packs_are_expected_again_whenever_something_is_read(
+    yard: Yard, file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected: list[str] = []
+    with yard.safe_open(BERT) as weights:
+        monkeypatch.setattr(
+            type(yard._via), "expect", lambda via, version: expected.append(version.ref)
+        )
+        weights.get_tensor("b")
+        assert expected == [weights.version.ref], "who locates may have forgotten it"
+        weights.metadata()
+        assert expected == 2 * [weights.version.ref]
 
 
 def _collect(yard: Yard) -> None:

@@ -27,9 +27,10 @@ from weightyard.loader.locks import Lock
 from weightyard.loader.snapshot import Place
 from weightyard.loader.snapshots import Snapshots, open_snapshot
 from weightyard.names import Digest, Ref
+from weightyard.opening import open_yard
 from weightyard.registry.collect import GcOptions
 from weightyard.testing.cluster import MiniCluster
-from weightyard.yard import Yard, open_yard
+from weightyard.yard import Yard
 
 
 @pytest.fixture

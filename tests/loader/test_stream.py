@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from loader_world import BERT, noise, our_threads, same, yard_in
+from loader_world import BERT, leases, noise, our_threads, same, sharded, yard_in
 
 from weightyard.errors import DeadlineExceeded, NoSuchThing, Refused, StoreUnavailable
 from weightyard.format.block import MIB
@@ -198,17 +198,11 @@ def test_tied_tensors_come_right_after_each_other(tmp_path: Path) -> None:
 
 
 def test_a_stream_holds_a_lease_while_it_runs(yard: Yard) -> None:
-    from sqlalchemy import text
-
-    def leases() -> int:
-        with yard.registry.database.engine.connect() as connection:
-            return int(connection.execute(text("SELECT count(*) FROM read_leases")).scalar_one())
-
     stream = yard.stream(BERT)
     next(stream)
-    assert leases() == 1
+    assert leases(yard.registry.database) == 1
     stream.close()  # type: ignore[attr-defined]
-    assert leases() == 0
+    assert leases(yard.registry.database) == 0
 
 
 def test_a_tensor_longer_than_the_budget_comes_too(tmp_path: Path) -> None:
@@ -218,3 +212,14 @@ def test_a_tensor_longer_than_the_budget_comes_too(tmp_path: Path) -> None:
         found = dict(yard.stream(BERT, ahead_bytes=MIB))
     assert same(found, state)
     assert torch.equal(found["b"], state["b"])
+
+
+def test_a_stream_over_a_snapshot_goes_on_when_that_is_removed(tmp_path: Path) -> None:
+    shards = [{f"l.{number}": noise(50, seed=number)} for number in range(3)]
+    with yard_in(tmp_path) as yard:
+        yard.push(sharded(tmp_path / "m", *shards), BERT)
+        yard.snapshot(BERT)
+        (one,) = yard.snapshots.listed()
+        stream = yard.stream(BERT)
+        yard.snapshots.remove(one.place)
+        assert same(dict(stream), {name: one for shard in shards for name, one in shard.items()})

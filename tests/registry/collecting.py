@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 
+from pushing import BERT, write
 from sqlalchemy import func, select, update
 
-from weightyard.records import GcReport
+from weightyard.records import GcReport, Publication
 from weightyard.registry import schema
 from weightyard.registry.collect import GcOptions
 from weightyard.registry.database import Database
-from weightyard.registry.registry import Registry
+from weightyard.registry.registry import Registry, RegistryUpload
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
 from weightyard.storage.store import Store
@@ -42,6 +43,13 @@ def pass_time(database: Database, seconds: float) -> None:
                 update(column.table).values({column: column - int(seconds * 1000)})
             )
         )
+
+
+def begin(registry: Registry, store: LocalStore, data: bytes) -> RegistryUpload:
+    """An upload whose blocks are written, and whose version is not."""
+    upload = registry.open_upload(BERT, Publication())
+    write(upload, store, data)
+    return upload
 
 
 def gc(registry: Registry, store: Store, *, grace_s: float = 0, rewrites: bool = True) -> GcReport:

@@ -1,29 +1,42 @@
-"""Databases to run the registry's tests on: SQLite, and a real PostgreSQL server."""
+"""What the registry's tests run on: a folder, and SQLite or a real PostgreSQL server."""
 
 from __future__ import annotations
 
 import secrets
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import psycopg
 import pytest
 from sqlalchemy import make_url
 
-from weightyard.registry import migrate
+from weightyard.registry import binding, migrate
 from weightyard.registry.database import Database
+from weightyard.registry.registry import Registry
+from weightyard.storage.local import LocalStore
+
+
+@pytest.fixture(scope="session")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An SQLite file with the schema in place, to be copied."""
+    file = tmp_path_factory.mktemp("migrated") / "registry.db"
+    database = Database(f"sqlite:///{file}")
+    migrate.upgrade(database)
+    database.close()
+    return file
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "postgresql":
         return request.getfixturevalue("postgres")()  # type: ignore[no-any-return]
-    url = f"sqlite:///{tmp_path}/registry.db"
-    database = Database(url)
-    migrate.upgrade(database)
-    database.close()
-    return url
+    file = shutil.copy(request.getfixturevalue("migrated"), tmp_path / "registry.db")
+    with closing(sqlite3.connect(file, isolation_level=None)) as connection:
+        connection.execute("UPDATE registry SET registry_id = ?", (secrets.token_hex(16),))
+    return f"sqlite:///{file}"
 
 
 @pytest.fixture
@@ -55,3 +68,15 @@ def database(database_url: str) -> Iterator[Database]:
     database = Database(database_url)
     yield database
     database.close()
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> LocalStore:
+    return LocalStore(tmp_path / "store")
+
+
+@pytest.fixture
+def registry(database: Database, store: LocalStore) -> Registry:
+    """Of a yard in which nothing is yet; alice is at work."""
+    binding.bind(database, store)
+    return Registry(database, who="alice")

@@ -18,6 +18,7 @@ from typing import Any
 import crash_world
 from crash_points import Call, Calls, Point, state_changes
 from crash_world import OPTIONS, noise
+from ending import end_with_parent
 from pushing import BERT, push, read_back
 
 from weightyard.errors import YardError
@@ -140,6 +141,7 @@ def apart(work: Callable[[], Any]) -> Any:
     from_child, to_parent = os.pipe()
     pid = os.fork()
     if pid == 0:
+        end_with_parent()
         signal.alarm(LIMIT_S)
         try:
             said = json.dumps(work())
@@ -157,6 +159,7 @@ def apart(work: Callable[[], Any]) -> Any:
 
 
 def main() -> None:
+    end_with_parent()
     config = json.loads(Path(sys.argv[1]).read_text())
     calls: dict[str, list[Call]] = apart(lambda: count(config))
     problems: list[str] = apart(lambda: lose_answers(config, calls)) or []
@@ -165,6 +168,8 @@ def main() -> None:
         for operation, seen in calls.items()
         for call in state_changes([(kind, index, name) for kind, index, name in seen])
     ]
+    first, shares = config["share"]
+    kills = kills[first::shares]
     for seed, point in enumerate(kills, 1000):
         problems += apart(lambda point=point, seed=seed: be_killed(config, point, seed)) or []
     problems += apart(lambda: verify(config)) or []

@@ -28,6 +28,7 @@ import crash_world
 import psycopg
 from blake3 import blake3
 from crash_world import OPERATIONS, Outcome
+from ending import end_with_parent
 
 from weightyard.errors import YardError
 from weightyard.registry import migrate, schema
@@ -378,6 +379,7 @@ def run_all(world: World, points: Sequence[Point], jobs: int) -> dict[str, Any]:
     for job in range(jobs):
         pid = os.fork()
         if pid == 0:
+            end_with_parent()
             worker = Worker(world, job)
             try:
                 worker.run(points[job::jobs])
@@ -473,13 +475,15 @@ def state_changes(calls: Sequence[Call]) -> Iterator[Call]:
 
 
 def main() -> None:
+    end_with_parent()
     config = json.loads(Path(sys.argv[1]).read_text())
     jobs = config.get("jobs", 2)
     world = World(config)
     world.begin(jobs)
     calls = {operation: count_calls(world, operation) for operation in OPERATIONS}
     wanted = {name: calls[name] for name in config.get("operations", OPERATIONS)}
-    points = plan_points(wanted, config.get("extent", "usual"))
+    first, shares = config.get("share", (0, 1))
+    points = plan_points(wanted, config.get("extent", "usual"))[first::shares]
     if "pairs" in config:
         pairs = plan_pairs(calls)
         chosen = random.Random(config.get("seed", 0))

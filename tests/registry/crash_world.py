@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from checkpointing import RUN, save
 from pushing import BERT, push, read_back
 from sqlalchemy import Connection, exists, select, update
 
@@ -32,6 +33,7 @@ AT_ONCE = GcOptions(grace_s=0, unsafe_grace=True)
 """gc that waits for nothing."""
 
 MONTH_MS = 30 * 24 * 3600 * 1000
+LIMIT_S = 60.0
 
 
 def noise(seed: int) -> bytes:
@@ -49,6 +51,9 @@ BEGINNING = {
 
 PUSHED = [noise(2), noise(10), noise(11), noise(12)]
 """What `push` publishes: one block the store has, three in two packs that it has not."""
+
+SAVED = [noise(20), noise(2)]
+"""What `save` publishes: two ranks, of which one has a block the store has."""
 
 
 def begin(database: Database, store: Store) -> None:
@@ -85,18 +90,25 @@ def age(database: Database) -> None:
 
 def collect(registry: Registry, store: Store) -> None:
     """gc that waits for nothing; a collector that was just killed may hold the lock a moment."""
-    for _ in range(100):
+    until = time.monotonic() + LIMIT_S
+    while True:
         try:
-            registry.gc(store, GcOptions(grace_s=0, unsafe_grace=True, pack_bytes=1 << 20))
+            do_gc(registry, store)
         except Conflict:
+            assert time.monotonic() < until, "gc stays locked"
             time.sleep(0.05)
         else:
             return
-    raise AssertionError("gc stays locked")
 
 
 def do_push(registry: Registry, store: Store) -> None:
     push(registry, store, *PUSHED, options=OPTIONS, key="the-key", alias="prod", message="pushed")
+    registry.flush_outbox(store)
+
+
+def do_save(registry: Registry, store: Store) -> None:
+    registry.begin_generation(RUN)
+    save(registry, store, *SAVED, step=1200, options=OPTIONS)
     registry.flush_outbox(store)
 
 
@@ -117,6 +129,7 @@ def do_gc(registry: Registry, store: Store) -> None:
 
 OPERATIONS: dict[str, Callable[[Registry, Store], None]] = {
     "push": do_push,
+    "save": do_save,
     "alias": do_alias,
     "rm": do_rm,
     "gc": do_gc,
@@ -145,6 +158,10 @@ def verify(registry: Registry, store: Store, operation: str, outcome: Outcome) -
         if read_back(registry, store, version) != PUSHED:
             yield "the same push, done again, is not what was pushed"
         registry.flush_outbox(store)
+    if operation == "save":  # whoever takes the run over goes on with it
+        do_save(registry, store)
+        if registry.run(RUN).latest_step != 1200:
+            yield "the run has not what was saved after it was taken over"
     age(registry.database)
     collect(registry, store)
     yield from _verify_state(registry, store, operation, outcome, read_data=True)
@@ -157,7 +174,8 @@ def _verify_state(
     is_done = outcome.is_done
     for finding in registry.check(store, read_data=read_data).findings:
         yield f"check: {finding}"
-    seen = {version.ref: version for name in (BERT, GPT) for version in registry.versions(name)}
+    names = [BERT, GPT, *(ModelName.parse(run.name) for run in registry.models(kind="run"))]
+    seen = {version.ref: version for name in names for version in registry.versions(name)}
     for ref in BEGINNING:
         if operation == "rm" and ref == "team/gpt@v1":
             if is_done and ref in seen:
@@ -165,7 +183,7 @@ def _verify_state(
         elif ref not in seen:
             yield f"{ref} is gone"
     pushed = [ref for ref in seen if ref not in BEGINNING]
-    if operation == "push" and is_done and not pushed:
+    if operation in ("push", "save") and is_done and not pushed:
         yield "a version that was acknowledged is gone"
     yield from find_unreadable(registry, store, seen)
     yield from _verify_alias(registry, operation, is_done, seen)
@@ -179,7 +197,7 @@ def find_unreadable(registry: Registry, store: Store, seen: dict[str, Version]) 
         except YardError as why:
             yield f"{ref} cannot be read: {why!r}"
             continue
-        if contents != BEGINNING.get(ref, PUSHED):
+        if contents != BEGINNING.get(ref, PUSHED if version.step is None else SAVED):
             yield f"{ref} has other bytes than were pushed"
         if version.damaged:
             yield f"{ref} is shown as damaged"
@@ -221,6 +239,7 @@ def find_orphans(database: Database, store: Store) -> Iterator[str]:
         "uploads": select(schema.uploads.c.model).where(schema.uploads.c.state.in_(ended)),
         "pins": select(pins.c.pack_id),
         "manifest pins": select(schema.manifest_pins.c.manifest_id),
+        "ranks": select(schema.upload_ranks.c.rank),
         "lists": select(schema.lists.c.id).where(
             ~exists().where(vl.c.list_id == schema.lists.c.id)
         ),

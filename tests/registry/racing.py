@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 
 from weightyard.registry.database import Database
 
-LIMIT_S = 30.0
+LIMIT_S = 60.0
 SOON_S = 0.3
 """Long enough for whoever is not kept waiting."""
 

@@ -4,13 +4,14 @@ import random
 from pathlib import Path
 
 import pytest
-from pushing import BERT, push, read_back
-from sqlalchemy import select, update
+from pushing import BERT, push, push_delta, read_back
+from sqlalchemy import delete, select, update
 
 from weightyard.errors import Damaged, FileMissing, ManifestInvalid
+from weightyard.format.block import block_id
 from weightyard.names import Digest, Ref
 from weightyard.records import CheckReport
-from weightyard.registry import binding, schema
+from weightyard.registry import schema
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.registry.schema import FileState
@@ -19,18 +20,6 @@ from weightyard.storage.local import LocalStore
 from weightyard.storage.store import StorePath
 
 KIB = 1024
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
-def registry(database: Database, store: LocalStore) -> Registry:
-    registry = Registry(database, who="alice")
-    binding.bind(database, store)
-    return registry
 
 
 @pytest.fixture
@@ -294,3 +283,39 @@ def test_a_condemned_pack_that_is_damaged_is_not_brought_back_by_a_claim(
     assert read_back(registry, store, version) == [noise(1)]
     states = database.read(lambda tx: tx.scalars(select(schema.packs.c.state)).all())
     assert sorted(states) == [FileState.DAMAGED, FileState.LIVE]
+
+
+def test_records_that_wait_for_long_are_found_and_written_by_healing(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    push(registry, store, b"one")
+    o = schema.outbox
+    database.write(lambda tx: tx.execute(update(o).values(created_ms=o.c.created_ms - 590_000)))
+    assert registry.check(store).is_clean
+    database.write(lambda tx: tx.execute(update(o).values(created_ms=o.c.created_ms - 20_000)))
+    report = registry.check(store)
+    (finding,) = report.findings
+    assert finding.code == "records-late"
+    assert "for 10 minutes" in finding.detail
+    assert registry.heal(store, report).left == ()
+    assert registry.check(store).is_clean
+
+
+def test_a_version_whose_blocks_lie_in_no_pack_is_found(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    base = noise(1)
+    delta = bytes(100) + base[100:]
+    first = push(registry, store, base)
+    second = push_delta(registry, store, delta, base)
+    whole = push(registry, store, noise(2))
+    p, b = schema.placements, schema.blocks
+    of_base = select(b.c.id).where(b.c.hash == block_id(base).raw).scalar_subquery()
+    database.write(lambda tx: tx.execute(delete(p).where(p.c.block_id == of_base)))
+    report = registry.check(store)
+    assert codes(report) == {("block-missing", first.ref), ("block-missing", second.ref)}
+    assert {finding.versions for finding in report.findings} == {(first.ref,), (second.ref,)}
+    assert whole.ref not in report.damaged_versions
+    assert registry.heal(store, report).left == report.findings
+    push(registry, store, base)
+    assert registry.check(store).is_clean

@@ -1,15 +1,12 @@
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 from collecting import KIB, gc, noise
-from pushing import push
-from test_rewrite import push_delta
+from pushing import push, push_delta
 
 from weightyard.errors import NoSuchThing
 from weightyard.names import ModelName, Ref
-from weightyard.registry import binding
+from weightyard.registry import binding, cost
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.settings import Settings
@@ -21,18 +18,6 @@ from weightyard.transfer.writer import WriteOptions
 
 ONE = 66 * KIB
 """A block; it does not shrink, and takes as much when stored."""
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
-def registry(database: Database, store: LocalStore) -> Registry:
-    registry = Registry(database, who="alice")
-    binding.bind(database, store)
-    return registry
 
 
 def test_a_version_costs_what_it_has_and_frees_what_it_has_alone(
@@ -47,6 +32,7 @@ def test_a_version_costs_what_it_has_and_frees_what_it_has_alone(
     assert (cost.unique_bytes, cost.unique_stored_bytes) == (ONE, ONE)
     assert cost.replicated_bytes == 9 * ONE
     assert cost.packs == 2
+    assert cost.namenode_objects == 2 * 2 + 2, "of each pack and of the manifest a file and a block"
     assert cost.shared_with == {"other/m@v1": ONE, "team/bert@v1": ONE}
     assert registry.freed_by_removing(Ref.parse("team/bert@v1")) == ONE
     assert registry.freed_by_removing(Ref.parse("other/m")) == 0
@@ -74,6 +60,25 @@ def test_a_removed_version_shares_nothing(registry: Registry, store: LocalStore)
     cost = registry.cost(Ref.parse("team/bert"))
     assert cost.shared_with == {}
     assert cost.unique_stored_bytes == ONE
+
+
+def test_however_many_versions_share_so_many_are_looked_at(
+    registry: Registry, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(8):
+        push(registry, store, noise(1), noise(100 + number))
+    for number in range(4):
+        push(registry, store, noise(1), model=ModelName("other", f"m{number}"))
+    third = Ref.parse("team/bert@v3")
+    assert len(registry.cost(third).shared_with) == 11, "few are all looked at"
+    for name, most in (("BESIDE", 1), ("FOUND", 2)):
+        monkeypatch.setattr(cost, name, most)
+    looked_at = {"team/bert@v2", "team/bert@v4", "other/m2@v1", "other/m3@v1"}
+    assert registry.cost(third).shared_with == dict.fromkeys(looked_at, ONE)
+    monkeypatch.setattr(cost, "WAYS", 0)
+    assert registry.cost(third).shared_with.keys() == {"team/bert@v2", "team/bert@v4"}
+    registry.remove(Ref.parse("team/bert@v2"))
+    assert registry.cost(third).shared_with.keys() == {"team/bert@v1", "team/bert@v4"}
 
 
 def test_a_delta_needs_its_base_and_frees_it_with_itself(

@@ -1,17 +1,31 @@
-"""A database's errors mean to callers what they can do about them."""
+"""A database's errors mean to callers what they can do about them; its size means little."""
 
 from __future__ import annotations
 
+import secrets
+import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import psycopg
 import pytest
-from sqlalchemy import Connection, insert, select, text
+from collecting import gc, noise, states
+from pushing import BERT, push, push_delta
+from sqlalchemy import Connection, event, insert, make_url, select, text, update
 
+from bench.filling import MODEL, Filled, fill
 from weightyard.errors import BadSetting, Bug, RegistryUnavailable
-from weightyard.registry import schema
+from weightyard.format.block import block_id
+from weightyard.names import AliasName, BlockId, Ref
+from weightyard.records import Publication
+from weightyard.registry import database as databases
+from weightyard.registry import migrate, schema
 from weightyard.registry.database import Database
+from weightyard.registry.registry import Registry
+from weightyard.storage.local import LocalStore
 
 QUOTA = insert(schema.quotas).values(project="team", versions=1)
 
@@ -93,6 +107,84 @@ def test_a_user_without_rights_is_a_matter_of_setting_up(
         database.write(work)
 
 
+@pytest.mark.parametrize("encoding", ["SQL_ASCII", "LATIN1"])
+def test_a_database_that_cannot_keep_every_text_is_refused_saying_how_to_make_one(
+    postgres: Callable[[], str], opened: Callable[[str], Database], encoding: str
+) -> None:
+    server, name = make_url(postgres()), f"yard_{encoding.lower()}_{secrets.token_hex(4)}"
+    with psycopg.connect(server.render_as_string(False), autocommit=True) as connection:
+        connection.execute(
+            f"CREATE DATABASE {name} TEMPLATE template0 ENCODING '{encoding}' LOCALE 'C'"
+        )
+    database = opened(server.set(database=name).render_as_string(False))
+    for _ in range(2):
+        with pytest.raises(BadSetting, match=rf"{encoding}.*template0 ENCODING 'UTF8'"):
+            migrate.upgrade(database)
+
+
+@pytest.mark.parametrize("is_analyzed", [True, False])
+def test_in_a_registry_of_many_times_the_size_sqlite_has_to_look_at_no_more(
+    tmp_path: Path, opened: Callable[[str], Database], is_analyzed: bool
+) -> None:
+    small, large = (
+        steps_at(opened(f"sqlite:///{tmp_path}/{versions}.db"), versions, is_analyzed)
+        for versions in (5, 200)
+    )
+    assert all(large[what] <= 1.5 * small[what] for what in small), (small, large)
+
+
+def steps_at(database: Database, versions: int, is_analyzed: bool) -> dict[str, int]:
+    """How many steps SQLite takes for what is asked all day."""
+    migrate.upgrade(database)
+    fill(database, Filled(versions))
+    condemn = update(schema.packs).where(schema.packs.c.id == 2).values(state="condemned")
+    database.write(lambda tx: tx.execute(condemn))
+    if is_analyzed:  # by its operator
+        database.write(lambda tx: tx.execute(text("ANALYZE")))
+    database.close()  # what was analyzed is known to those who open it after that
+    ticks: list[None] = []
+    event.listen(
+        database.engine,
+        "connect",
+        lambda connection, record: connection.set_progress_handler(lambda: ticks.append(None), 10),
+    )
+    registry = Registry(database, who="alice")
+    upload = registry.open_upload(MODEL, Publication())
+    b = schema.blocks
+    first = select(b.c.hash).order_by(b.c.id).limit(1000)  # some of them in the condemned pack
+    hashes = database.read(lambda tx: tx.scalars(first).all())
+    blocks = [BlockId.of(raw) for raw in hashes]
+
+    def steps(work: Callable[[], object]) -> int:
+        ticks.clear()
+        work()
+        return len(ticks)
+
+    return {
+        "the newest": steps(lambda: registry.resolve(Ref(MODEL, None))),
+        "a number": steps(lambda: registry.resolve(Ref(MODEL, 2))),
+        "an alias": steps(lambda: registry.resolve(Ref(MODEL, AliasName("prod")))),
+        "a claim of one": steps(lambda: upload.claim(blocks[:1])),
+        "a claim of many": steps(lambda: upload.claim(blocks)),
+    }
+
+
+def test_a_claim_of_a_delta_revives_its_base_too(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    base = noise(1)
+    delta = bytes(100) + base[100:]
+    push(registry, store, base)
+    push_delta(registry, store, delta, base)
+    for number in (2, 1):
+        registry.remove(Ref.parse(f"{BERT}@v{number}"))
+    gc(registry, store, grace_s=3600)
+    assert states(database) == ["condemned", "condemned"]
+    claimed = registry.open_upload(BERT, Publication()).claim([block_id(delta)])
+    assert states(database) == ["live", "live"]
+    assert claimed[block_id(delta)][0].encoding.base == block_id(base)
+
+
 @pytest.fixture
 def opened() -> Iterator[Callable[[str], Database]]:
     """Opens databases, and closes them after the test."""
@@ -105,3 +197,59 @@ def opened() -> Iterator[Callable[[str], Database]]:
     yield open_database
     for database in databases:
         database.close()
+
+
+def test_a_server_that_accepts_and_says_nothing_is_given_up(
+    opened: Callable[[str], Database], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(databases._DEADLINES, "connect_timeout", 2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        database = opened(f"postgresql://alice@127.0.0.1:{silent.getsockname()[1]}/yard")
+        began = time.monotonic()
+        with pytest.raises(RegistryUnavailable):
+            database.read(lambda tx: tx.execute(text("SELECT 1")))
+    assert time.monotonic() - began < 20
+
+
+def _waits(database: Database) -> str:
+    return database.read(lambda tx: str(tx.scalar(text("SHOW lock_timeout"))))
+
+
+def test_what_the_url_says_of_deadlines_counts(
+    postgres: Callable[[], str], opened: Callable[[str], Database]
+) -> None:
+    url = make_url(postgres())
+    said = {"connect_timeout": "7", "options": "-c lock_timeout=5s"}
+    database = opened(url.update_query_dict(said).render_as_string(False))
+    assert _waits(database) == "5s"
+    with database.engine.connect() as connection:
+        raw: Any = connection.connection.dbapi_connection
+        assert raw.info.get_parameters()["connect_timeout"] == "7"
+        assert raw.info.get_parameters()["keepalives_idle"] == "30"
+    assert _waits(opened(url.render_as_string(False))) == "1min"
+
+
+def test_work_that_waited_too_long_for_another_is_run_again(
+    postgres: Callable[[], str],
+    opened: Callable[[str], Database],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(databases, "_LOCK_TIMEOUT", "50ms")
+    database = opened(postgres())
+    locked, tries = threading.Event(), []
+
+    def hold(tx: Connection) -> None:
+        tx.execute(select(schema.registry).with_for_update())
+        locked.set()
+        time.sleep(0.5)
+
+    def want(tx: Connection) -> int:
+        tries.append(1)
+        return len(tx.execute(select(schema.registry).with_for_update()).all())
+
+    holder = threading.Thread(target=database.write, args=(hold,))
+    holder.start()
+    assert locked.wait(20)
+    assert database.write(want) == 1
+    assert len(tries) > 1
+    holder.join(20)

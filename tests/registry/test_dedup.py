@@ -33,11 +33,6 @@ RED, BLUE = ModelName("red", "bert"), ModelName("blue", "bert")
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
 def apart(database: Database, store: LocalStore) -> Registry:
     """A yard whose projects share nothing."""
     binding.bind(database, store, dedup=Dedup.PROJECT)

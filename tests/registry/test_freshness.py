@@ -36,11 +36,6 @@ CHANGES: dict[str, Callable[[Registry], object]] = {
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
 def today(database: Database, store: LocalStore) -> Registry:
     crash_world.begin(database, store)
     registry = Registry(database, store=store)

@@ -1,17 +1,11 @@
 from __future__ import annotations
 
-import shutil
-import threading
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 from collecting import (
     DAY_S,
+    begin,
     files,
     gc,
     gc_twice,
@@ -21,66 +15,28 @@ from collecting import (
     rows,
     states,
 )
-from pushing import BERT, push, read_back
-from sqlalchemy import Connection, and_, event, func, update
+from pushing import BERT, push, read_back, write
+from sqlalchemy import event, update
 
 from weightyard.errors import (
     BadSetting,
     Conflict,
     ForeignStore,
     NoSuchThing,
-    StoreUnavailable,
     UploadExpired,
-    YardError,
 )
-from weightyard.format.assembly import manifest_of
-from weightyard.format.block import MIB, block_id
-from weightyard.format.dtypes import DType
-from weightyard.format.manifest import Manifest
-from weightyard.format.splitting import StateTensor, split_state
-from weightyard.names import AliasName, ModelName, PackId, Ref, UploadId
-from weightyard.records import Publication, Retention, Version
+from weightyard.names import AliasName, PackId, Ref, UploadId
+from weightyard.records import Publication, Retention
 from weightyard.registry import binding, migrate, schema
 from weightyard.registry.alone import only_one
-from weightyard.registry.collect import GcOptions, idle_packs
+from weightyard.registry.collect import GcOptions
 from weightyard.registry.database import Database
-from weightyard.registry.locking import lock
-from weightyard.registry.needs import Needs
 from weightyard.registry.progress import Step
-from weightyard.registry.registry import Registry, RegistryUpload
+from weightyard.registry.registry import Registry
 from weightyard.registry.schema import FileState
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
-from weightyard.storage.store import StagedFile, StorePath
-from weightyard.testing.faults import Fault, FaultyStore
 from weightyard.transfer.publish import publish
-from weightyard.transfer.source import MemorySource
-from weightyard.transfer.writer import Content, Writer
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
-def registry(database: Database, store: LocalStore) -> Registry:
-    registry = Registry(database, who="alice")
-    binding.bind(database, store)
-    return registry
-
-
-def begin(registry: Registry, store: LocalStore, data: bytes) -> RegistryUpload:
-    """An upload whose blocks are written, and whose version is not."""
-    upload = registry.open_upload(BERT, Publication())
-    write(upload, store, data)
-    return upload
-
-
-def write(upload: RegistryUpload, store: LocalStore, data: bytes) -> Manifest:
-    split = split_state([StateTensor("t0", DType.U8, (len(data),))], MIB)
-    ids = Writer(store, upload).write([Content(split, [MemorySource(data)])])
-    return manifest_of([split], ids)
 
 
 def test_what_a_version_needs_stays_and_the_rest_goes_after_the_grace(
@@ -339,248 +295,6 @@ def test_a_damaged_pack_goes_once_its_blocks_lie_elsewhere(
     gc_twice(registry, store, database)
     assert states(database) == [FileState.LIVE]
     assert read_back(registry, store, registry.resolve(Ref.parse("team/bert"))) == [noise(1)]
-
-
-def removed_and_abandoned(registry: Registry, store: LocalStore, database: Database) -> Version:
-    """A yard with work of every kind for gc; returns the version that must survive."""
-    push(registry, store, noise(1), noise(2), noise(3))
-    kept = push(registry, store, noise(1), alias="prod")
-    push(registry, store, noise(4))
-    for number in (1, 3):
-        registry.remove(Ref.parse(f"team/bert@v{number}"))
-    upload = begin(registry, store, noise(5))
-    pack = PackId.new()
-    upload.begin_pack(pack)
-    with store.stage(layout.staging(upload.id, pack.hex)) as stage:
-        stage.write(b"late")
-        store.publish(stage.close(), layout.pack(pack))
-    store.stage(layout.staging(upload.id, "left")).close()
-    pass_time(database, 3600)
-    return kept
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the database and the store of such a yard."""
-    folder = tmp_path_factory.mktemp("prepared")
-    database = Database(f"sqlite:///{folder}/registry.db")
-    migrate.upgrade(database)
-    store = LocalStore(folder / "store")
-    binding.bind(database, store)
-    removed_and_abandoned(Registry(database), store, database)
-    database.close()
-    return folder
-
-
-def test_gc_that_fails_at_some_call_is_finished_by_the_next(prepared: Path, tmp_path: Path) -> None:
-    for index in range(2, _calls(prepared, tmp_path), 5):
-        _fail_gc_at(prepared, tmp_path, index, Fault.AFTER if index % 2 else Fault.BEFORE)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("fault", list(Fault))
-def test_gc_that_fails_at_any_call_is_finished_by_the_next(
-    prepared: Path, tmp_path: Path, fault: Fault
-) -> None:
-    for index in range(_calls(prepared, tmp_path)):
-        _fail_gc_at(prepared, tmp_path, index, fault)
-
-
-@pytest.mark.parametrize("fault", list(Fault))
-@pytest.mark.parametrize("call", [17, 40])
-def test_gc_that_fails_on_postgresql_is_finished_by_the_next(
-    postgres: Callable[[], str], tmp_path: Path, fault: Fault, call: int
-) -> None:
-    database = Database(postgres())
-    store = LocalStore(tmp_path / "store")
-    binding.bind(database, store)
-    removed_and_abandoned(Registry(database), store, database)
-    _fail_and_go_on(database, store, call, fault)
-    database.close()
-
-
-def _calls(prepared: Path, folder: Path) -> int:
-    """How many calls a run makes that does not fail."""
-    yard = folder / "clean"
-    shutil.copytree(prepared, yard)
-    database = Database(f"sqlite:///{yard}/registry.db")
-    store = FaultyStore(LocalStore(yard / "store"))
-    gc(Registry(database), store)
-    database.close()
-    assert len(store.calls) > 40
-    assert {"publish", "locate", "read", "delete", "list"} <= set(store.calls)
-    return len(store.calls)
-
-
-def _fail_gc_at(prepared: Path, folder: Path, index: int, fault: Fault) -> None:
-    yard = folder / str(index)
-    shutil.copytree(prepared, yard)
-    database = Database(f"sqlite:///{yard}/registry.db")
-    _fail_and_go_on(database, LocalStore(yard / "store"), index, fault)
-    database.close()
-    shutil.rmtree(yard)
-
-
-def _fail_and_go_on(database: Database, store: LocalStore, index: int, fault: Fault) -> None:
-    """Whatever the failed call was, afterwards all is as it should be."""
-    registry = Registry(database)
-    kept = registry.resolve(Ref.parse("team/bert@prod"))
-    with suppress(StoreUnavailable):
-        gc(registry, FaultyStore(store, {index: fault}))
-    assert read_back(registry, store, kept) == [noise(1)]
-    pass_time(database, 3600)
-    gc(registry, store)
-    assert read_back(registry, store, kept) == [noise(1)]
-    require_no_orphan(database, store)
-
-
-def test_a_pin_that_comes_while_gc_waits_for_the_lock_is_seen(
-    postgres: Callable[[], str], tmp_path: Path
-) -> None:
-    database, store = Database(postgres()), LocalStore(tmp_path / "store")
-    binding.bind(database, store)
-    registry = Registry(database)
-    push(registry, store, noise(1))
-    registry.remove(Ref.parse("team/bert@v1"))
-    gc(registry, store, grace_s=DAY_S)
-    registry.open_upload(BERT, Publication()).claim([block_id(noise(1))])  # revives, expires
-    pass_time(database, 3600)
-    gc(registry, store, grace_s=DAY_S)
-    database.write(lambda tx: tx.execute(update(schema.packs).values(state=FileState.LIVE)))
-    upload = registry.open_upload(BERT, Publication())
-    begun = threading.Event()
-
-    def claim() -> None:
-        begun.wait(10)
-        time.sleep(0.3)
-        upload.claim([block_id(noise(1))])
-
-    # The statement has its view of the pins, sleeps, and gets the lock after the claim's commit.
-    slowly = and_(idle_packs(Needs()), func.pg_sleep(0.8).is_not(None))
-
-    def look(tx: Connection) -> list[int]:
-        begun.set()
-        return lock(tx, schema.packs, slowly)
-
-    claiming = threading.Thread(target=claim)
-    claiming.start()
-    assert database.write(look) == []
-    claiming.join(10)
-    database.close()
-
-
-def test_pushes_beside_gc_lose_nothing(
-    registry: Registry, store: LocalStore, database: Database
-) -> None:
-    run_beside_gc(registry, store, database, seconds=3.0)
-
-
-@pytest.mark.long
-def test_pushes_beside_gc_lose_nothing_for_long(
-    registry: Registry, store: LocalStore, database: Database
-) -> None:
-    run_beside_gc(registry, store, database, seconds=60.0)
-
-
-def test_gc_ends_although_others_never_stop_changing_things(
-    registry: Registry, store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    version = push(registry, store, noise(1))
-    registry.remove(Ref.parse(version.ref))
-    changes = 0
-    publish_file = LocalStore.publish
-
-    def publish_and_change(self: LocalStore, staged: StagedFile, path: StorePath) -> None:
-        nonlocal changes
-        publish_file(self, staged, path)
-        if changes < 50:
-            changes += 1
-            registry.set_retention(BERT, Retention(keep_last=changes))
-
-    monkeypatch.setattr(LocalStore, "publish", publish_and_change)
-    gc(registry, store)
-    assert 0 < changes < 20
-
-
-class _Remembering(Registry):
-    """Knows the upload it opened last."""
-
-    last: RegistryUpload
-
-    def open_upload(self, *arguments: Any, **options: Any) -> RegistryUpload:
-        self.last = super().open_upload(*arguments, **options)
-        return self.last
-
-
-def run_beside_gc(
-    registry: Registry, store: LocalStore, database: Database, seconds: float
-) -> None:
-    """Writers that share blocks, beside gc without grace; two of them remove what they pushed."""
-    end = time.monotonic() + seconds
-    wrong: list[BaseException] = []
-    acknowledged: dict[str, list[bytes]] = {}
-    collected: list[int] = []
-    removed: list[str] = []
-
-    def is_going() -> bool:
-        """A busy machine gets more time to do what counts."""
-        now, has_done_enough = time.monotonic(), len(removed) > 5 and sum(collected) > 0
-        return not wrong and now < (end if has_done_enough else end + 60)
-
-    def write_and_remove(worker: int) -> None:
-        turn = 0
-        while is_going():
-            turn += 1
-            contents = [noise(turn % 3), noise(100 + turn % 5), noise(worker * 1000 + turn % 2)]
-            version = push(registry, store, *contents, model=ModelName("team", f"m{worker}"))
-            assert read_back(registry, store, version) == contents
-            time.sleep(0.01 * (turn % 3))
-            assert read_back(registry, store, version) == contents
-            registry.remove(Ref.parse(version.ref))
-            removed.append(version.ref)
-
-    def write_with_a_short_lease() -> None:
-        """Its lease may end at any point: then, and only then, it may fail."""
-        hasty = _Remembering(database, lease_s=0.1)
-        turn = 0
-        while is_going():
-            turn += 1
-            contents = [noise(turn % 3), noise(50 + turn % 4)]
-            try:
-                version = push(hasty, store, *contents)
-            except YardError:
-                with pytest.raises(UploadExpired):
-                    hasty.last.heartbeat()
-            else:
-                acknowledged[version.ref] = contents
-
-    def collect() -> None:
-        while is_going():
-            collected.append(gc(registry, store).packs_deleted)
-
-    def told(work: Callable[[], None]) -> None:
-        try:
-            work()
-        except BaseException as why:  # noqa: BLE001 - told to the test
-            wrong.append(why)
-
-    works = [partial(write_and_remove, 0), partial(write_and_remove, 1)]
-    works += [write_with_a_short_lease, collect]
-    threads = [threading.Thread(target=told, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-    if wrong:
-        raise wrong[0]
-    assert len(removed) > 5
-    assert sum(collected) > 0
-    pass_time(database, 3600)
-    gc(registry, store)
-    for ref, contents in acknowledged.items():
-        assert read_back(registry, store, registry.resolve(Ref.parse(ref))) == contents
-    gc(registry, store)
-    require_no_orphan(database, store)
 
 
 @pytest.mark.parametrize("dry_run", [False, True])

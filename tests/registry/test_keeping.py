@@ -21,7 +21,7 @@ from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
-from weightyard.storage.store import FileOptions, FileStat, Stage, StorePath
+from weightyard.storage.store import FileOptions, FileStat, Location, Stage, StorePath
 from weightyard.transfer import durable
 from weightyard.transfer.publish import publish
 from weightyard.transfer.source import MemorySource
@@ -37,10 +37,15 @@ class ReplicatingStore(LocalStore):
     def __init__(self, root: Path) -> None:
         super().__init__(root)
         self.told: dict[StorePath, FileOptions] = {}
+        self.located: list[StorePath] = []
         self.usual = 1
 
     def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
         return super().stage(path)
+
+    def locate(self, path: StorePath) -> Location:
+        self.located.append(path)
+        return super().locate(path)
 
     def stat(self, path: StorePath) -> FileStat:
         return dataclasses.replace(super().stat(path), replication=self.usual)
@@ -176,3 +181,41 @@ def test_a_version_is_not_published_before_its_manifest_is_on_enough_datanodes(
     assert registry.models() == []
     path = next(file.path for file in store.list(layout.MANIFESTS))
     assert store.told[path].replication == 2, "HDFS was asked for more copies of what is there"
+
+
+def test_a_version_is_not_published_before_packs_it_found_are_on_enough_datanodes(
+    database: Database, store: ReplicatingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binding.bind(database, store)
+    registry = Registry(database, store=store, who="test")
+    push(registry, store, b"weights" * 1000, replication=1)
+    (pack,) = (file.path for file in store.list(layout.PACKS))
+    monkeypatch.setattr(durable, "REPLICAS_TIMEOUT_S", 0.2)
+    with pytest.raises(UnderReplicated, match=str(pack)):
+        push(registry, store, b"weights" * 1000)
+    assert [version.number for version in registry.versions(BERT)] == [1]
+    assert store.told[pack].replication == 2, "HDFS was asked for more copies of what is there"
+
+
+def test_a_pack_is_doubtful_until_the_store_was_told_of_its_copies(
+    database: Database, store: ReplicatingStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binding.bind(database, store)
+    registry = Registry(database, store=store, who="test")
+    push(registry, store, b"weights" * 1000, replication=1)
+    registry.keep(Ref.parse("team/bert@v1"), copies=3, policy=None)
+    monkeypatch.setattr(durable, "REPLICAS_TIMEOUT_S", 0.2)
+    with pytest.raises(UnderReplicated, match="packs/"):
+        push(registry, store, b"weights" * 1000)
+
+
+@pytest.mark.parametrize("copies", [None, 1])
+def test_packs_that_are_kept_as_this_version_needs_them_are_not_looked_at(
+    database: Database, store: ReplicatingStore, copies: int | None
+) -> None:
+    binding.bind(database, store)
+    registry = Registry(database, store=store, who="test")
+    push(registry, store, b"weights" * 1000, replication=copies)
+    store.located.clear()
+    push(registry, store, b"weights" * 1000, replication=copies)
+    assert [path for path in store.located if path.text.startswith("packs/")] == []

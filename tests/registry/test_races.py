@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from pushing import BERT, push, read_back
@@ -17,11 +16,6 @@ from weightyard.registry.registry import Registry
 from weightyard.storage.local import LocalStore
 
 PROD = AliasName("prod")
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
 
 
 @pytest.fixture

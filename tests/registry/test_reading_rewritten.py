@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import pytest
 from collecting import KIB, gc, noise
@@ -13,8 +12,6 @@ from weightyard.errors import FileMissing
 from weightyard.format.block import block_id
 from weightyard.format.pack import Placement
 from weightyard.names import BlockId
-from weightyard.registry import binding
-from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
@@ -37,17 +34,6 @@ class Between:
         found = self._registry.placements(blocks)
         self._happens()
         return found
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
-def registry(database: Database, store: LocalStore) -> Registry:
-    binding.bind(database, store)
-    return Registry(database, who="alice")
 
 
 def buffers(seeds: range) -> dict[BlockId, bytearray]:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import random
 import shutil
 from collections.abc import Callable, Iterator
@@ -7,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpointing import RUN, save
 from collecting import DAY_S, pass_time
 from pushing import BERT, push, read_back
 from sqlalchemy import func, select
 
-from weightyard.errors import Conflict, ForeignStore, StoreUnavailable
+from weightyard.errors import Conflict, ForeignStore, RunTakenOver, StoreUnavailable
 from weightyard.names import AliasName, Digest, ModelName, Ref
-from weightyard.records import Publication, RebuildReport, Retention
+from weightyard.records import KeepBest, Publication, RebuildReport, Retention
 from weightyard.registry import binding, schema
 from weightyard.registry.database import Database
 from weightyard.registry.rebuild import rebuild
@@ -28,17 +30,6 @@ PROD = AliasName("prod")
 
 def noise(seed: int, length: int = 100_000) -> bytes:
     return random.Random(seed).randbytes(length)
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
-def registry(database: Database, store: LocalStore) -> Registry:
-    binding.bind(database, store)
-    return Registry(database, who="alice")
 
 
 @pytest.fixture
@@ -85,8 +76,22 @@ def live_a_little(registry: Registry, store: LocalStore) -> None:
     registry.create_model(ModelName("team", "empty"), who="dave")
     registry.create_model(ModelName("team", "mistake"))
     registry.remove_model(ModelName("team", "mistake"))
+    train_a_little(registry, store)
     while registry.flush_outbox(store):
         pass
+
+
+def train_a_little(registry: Registry, store: LocalStore) -> None:
+    """A run that was taken over twice, and thinned out."""
+    registry.begin_generation(RUN, who="trainer")
+    for step in (10, 20, 30):
+        save(registry, store, noise(step), noise(step + 1), step=step, metrics={"loss": step})
+    registry.begin_generation(RUN, who="trainer")
+    save(registry, store, noise(20), step=20)
+    best = KeepBest(metric="loss", mode="max")
+    registry.set_retention(RUN, Retention(keep_last=1, keep_every=20, keep_best=best))
+    registry.apply_retention(RUN)
+    registry.begin_generation(RUN, who="trainer")
 
 
 def test_versions_numbers_aliases_and_history_come_back_equal(
@@ -97,7 +102,7 @@ def test_versions_numbers_aliases_and_history_come_back_equal(
     report = rebuild(store, empty)
     again = Registry(empty, who="erin")
     assert everything(again) == before
-    assert (report.models, report.versions, report.alias_moves) == (3, 3, 5)
+    assert (report.models, report.versions, report.alias_moves) == (4, 6, 5)
     assert (report.lost, report.damaged) == ((), ())
     assert "tokens" in report.not_kept
     binding.bind(empty, store)
@@ -121,6 +126,55 @@ def test_life_goes_on_after_a_rebuild(
     assert again.check(store).is_clean
     push(again, store, b"back", model=ModelName("team", "mistake"))
     assert again.flush_outbox(store)
+
+
+def test_a_run_goes_on_after_a_rebuild_and_nobody_else_does(
+    registry: Registry, store: LocalStore, empty: Database
+) -> None:
+    train_a_little(registry, store)
+    while registry.flush_outbox(store):
+        pass
+    rebuild(store, empty)
+    again = Registry(empty, who="erin")
+    run = again.run(RUN)
+    assert (run.generation, run.latest, run.latest_step, run.versions) == (3, 4, 20, 3)
+    assert again.resolve(Ref.parse("team/run42@step-20")).number == 4
+    with pytest.raises(RunTakenOver):
+        save(again, store, b"late", step=40, generation=2)
+    assert save(again, store, b"next", step=40, generation=3).number == 5
+    with pytest.raises(Conflict, match="is a run"):
+        push(again, store, b"plain", model=RUN)
+
+
+def test_the_generation_of_a_run_is_known_by_its_checkpoints_too(
+    registry: Registry, store: LocalStore, empty: Database, tmp_path: Path
+) -> None:
+    for _ in range(3):
+        registry.begin_generation(RUN)
+    save(registry, store, b"one", step=1)
+    registry.flush_outbox(store)
+    for file in list(store.list(layout.JOURNAL)):
+        path = tmp_path / "store" / file.path.text
+        if b'"published"' not in path.read_bytes():
+            path.write_bytes(b"lost")
+    assert len(rebuild(store, empty).lost) == 4
+    again = Registry(empty)
+    assert (again.model(RUN).kind, again.run(RUN).generation) == ("run", 3)
+
+
+@pytest.mark.parametrize("generation", [-1, 2**53 + 1, 1.5, "2", None, [1]])
+def test_a_generation_that_is_none_is_not_believed(
+    registry: Registry, store: LocalStore, empty: Database, tmp_path: Path, generation: object
+) -> None:
+    registry.begin_generation(RUN)
+    registry.flush_outbox(store)
+    path = tmp_path / "store" / layout.journal(2).text
+    entry = json.loads(path.read_bytes())
+    assert entry["detail"] == {"generation": 1}
+    path.write_text(json.dumps({**entry, "detail": {"generation": generation}}))
+    (lost,) = rebuild(store, empty).lost
+    assert lost.startswith(layout.journal(2).text)
+    assert Registry(empty).run(RUN).generation == 0
 
 
 def test_the_database_a_registry_was_rebuilt_for_is_refused_afterwards(

@@ -1,31 +1,20 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 from collecting import DAY_S, gc, noise, pass_time
 from pushing import BERT, push, read_back
-from sqlalchemy import event, select
+from pydantic import ValidationError
+from sqlalchemy import event, select, update
 
 from weightyard.names import AliasName, ModelName, Ref
 from weightyard.records import Retention
-from weightyard.registry import binding, retention, schema
+from weightyard.registry import retention, schema
+from weightyard.registry.collect import GcOptions
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.storage.local import LocalStore
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
-def registry(database: Database, store: LocalStore) -> Registry:
-    registry = Registry(database, who="alice")
-    binding.bind(database, store)
-    return registry
 
 
 def numbers(registry: Registry, model: ModelName = BERT) -> list[int]:
@@ -171,3 +160,31 @@ def test_uses_in_the_same_minute_are_one_write(
     assert before is not None
     assert after is not None
     assert after > before
+
+
+@pytest.mark.parametrize("rules", [{"keep_last": 1_000_001}, {"ttl_s": 10**10 + 1}])
+def test_a_rule_over_its_bound_is_refused(rules: dict[str, int]) -> None:
+    with pytest.raises(ValidationError):
+        Retention.model_validate(rules)
+
+
+@pytest.mark.parametrize("rules", [{"keep_last": 10**30}, {"ttl_s": 10**17}, {"keep_last": "x"}])
+def test_rules_that_are_not_understood_stop_gc_for_nobody_else(
+    registry: Registry, store: LocalStore, database: Database, rules: dict[str, object]
+) -> None:
+    other = ModelName("team", "other")
+    for data in (b"1", b"2"):
+        push(registry, store, data)
+        push(registry, store, data, model=other)
+    registry.set_retention(other, Retention(keep_last=1))
+    m = schema.models
+    bad = update(m).where(m.c.name == BERT.name).values(retention=rules)
+    database.write(lambda tx: tx.execute(bad))
+    planned = registry.gc(store, GcOptions(), dry_run=True)
+    report = gc(registry, store)
+    for told in (planned, report):
+        assert told.versions_removed == 1
+        (said,) = told.failed
+        assert said.startswith("team/bert: ")
+    assert (numbers(registry), numbers(registry, other)) == ([2, 1], [2])
+    assert registry.model(BERT).retention is None

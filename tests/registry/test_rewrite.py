@@ -1,45 +1,27 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 
 import pytest
 from collecting import DAY_S, KIB, gc, noise, pass_time, require_no_orphan, states
-from pushing import BERT, push, read_back
+from pushing import BERT, push, push_delta, read_back, write_pack
 from sqlalchemy import select
 
-from weightyard.codec import encode, encode_delta
 from weightyard.errors import FileMissing
-from weightyard.format.assembly import manifest_of
-from weightyard.format.block import MIB, block_id
-from weightyard.format.dtypes import DType
-from weightyard.format.pack import PACK_HEADER, PackBuilder, Placement, padding
-from weightyard.format.splitting import StateTensor, split_state
-from weightyard.names import BlockId, PackId, Ref
-from weightyard.records import Publication, Version
-from weightyard.registry import binding, schema
+from weightyard.format.block import block_id
+from weightyard.format.pack import Placement
+from weightyard.names import BlockId, Ref
+from weightyard.records import Publication
+from weightyard.registry import schema
 from weightyard.registry.collect import GcOptions
 from weightyard.registry.database import Database
-from weightyard.registry.registry import Registry, RegistryUpload
+from weightyard.registry.registry import Registry
 from weightyard.registry.schema import FileState
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
 from weightyard.transfer.plan import Wanted
-from weightyard.transfer.publish import publish
 from weightyard.transfer.reader import Reader
 from weightyard.transfer.writer import WriteOptions
-
-
-@pytest.fixture
-def store(tmp_path: Path) -> LocalStore:
-    return LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
-def registry(database: Database, store: LocalStore) -> Registry:
-    registry = Registry(database, who="alice")
-    binding.bind(database, store)
-    return registry
 
 
 class Remembered:
@@ -166,43 +148,13 @@ def test_of_two_copies_the_older_stays(
 ) -> None:
     first = push(registry, store, noise(1), noise(2))
     upload = registry.open_upload(BERT, Publication())
-    write_pack(upload, store, [(noise(1), None), (noise(2), None), (noise(7), None)])
+    write_pack(upload, store, (noise(1), None), (noise(2), None), (noise(7), None))
     upload.abandon()
     assert len(packs(store)) == 2
     gc(registry, store)
     assert len(packs(store)) == 1
     assert read_back(registry, store, first) == [noise(1), noise(2)]
     require_no_orphan(database, store)
-
-
-def write_pack(
-    upload: RegistryUpload, store: LocalStore, blocks: Sequence[tuple[bytes, bytes | None]]
-) -> None:
-    """A pack of blocks, each on a base or not."""
-    pack = PackBuilder(PackId.new())
-    upload.begin_pack(pack.pack)
-    with store.stage(layout.staging(upload.id, pack.pack.hex)) as stage:
-        stage.write(PACK_HEADER)
-        for data, base in blocks:
-            encoded = encode(data) if base is None else encode_delta(data, base, block_id(base))
-            pack.add(encoded.encoding)
-            for segment in encoded.segments:
-                stage.write(segment)
-                stage.write(padding(memoryview(segment).nbytes))
-        stage.write(pack.finish())
-        store.publish(stage.close(), layout.pack(pack.pack))
-    upload.add_pack(pack.pack, pack.pack_bytes, pack.placements)
-
-
-def push_delta(registry: Registry, store: LocalStore, data: bytes, base: bytes) -> Version:
-    """A version whose only block is stored as a delta."""
-    upload = registry.open_upload(BERT, Publication())
-    upload.claim([block_id(base)])
-    write_pack(upload, store, [(data, base)])
-    split = split_state([StateTensor("t0", DType.U8, (len(data),))], MIB)
-    return publish(
-        store, upload, manifest_of([split], [[block_id(data)]]), Publication(), upload.id.hex
-    )
 
 
 def test_a_base_stays_while_a_delta_needs_it(

@@ -22,8 +22,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from pushing import push, read_back
-from test_gc import write
+from pushing import push, read_back, write
 
 from weightyard.errors import NoSuchThing, Protected, StoreUnavailable, UploadExpired
 from weightyard.format.block import block_id

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import threading
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from pushing import BERT, push
+from collecting import noise
+from pushing import BERT, push, push_delta, read_back, write
+from sqlalchemy import update
 
+from weightyard import yard as yards
 from weightyard.errors import (
     AliasMoved,
     BlockMissing,
@@ -19,32 +23,25 @@ from weightyard.errors import (
 )
 from weightyard.format import manifest as manifests
 from weightyard.format.assembly import manifest_of
-from weightyard.format.block import MIB
+from weightyard.format.block import MIB, block_id
 from weightyard.format.dtypes import DType
 from weightyard.format.splitting import StateTensor, split_state
-from weightyard.names import AliasName, Digest, Ref
+from weightyard.names import AliasName, Digest, ModelName, Ref
 from weightyard.records import Publication
-from weightyard.registry import binding, migrate
+from weightyard.registry import binding, migrate, schema
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
+from weightyard.registry.schema import FileState
+from weightyard.registry.uploads import Reading
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
 from weightyard.storage.store import Store
 from weightyard.transfer.publish import publish, read_manifest
 from weightyard.transfer.source import MemorySource
 from weightyard.transfer.writer import Content, Writer
+from weightyard.yard import Yard
 
-
-@pytest.fixture
-def store(tmp_path: Path) -> Store:
-    return LocalStore(tmp_path / "store")
-
-
-@pytest.fixture
-def registry(database: Database, store: Store) -> Registry:
-    registry = Registry(database, who="alice")
-    binding.bind(database, store)
-    return registry
+NOISE = noise(1)
 
 
 def test_versions_are_numbered_one_after_the_other(registry: Registry, store: Store) -> None:
@@ -158,6 +155,7 @@ def test_an_alias_moves_with_its_history(registry: Registry, store: Store) -> No
     push(registry, store, b"one", alias="prod")
     push(registry, store, b"two")
     before = datetime.now(UTC)
+    time.sleep(0.01)  # times of moves are in milliseconds
     registry.move_alias(BERT, prod, 2, reason="better", expect=1)
     assert registry.resolve(Ref.parse("team/bert@prod")).number == 2
     with pytest.raises(AliasMoved) as moved:
@@ -203,14 +201,14 @@ def test_those_who_open_a_new_yard_at_once_get_the_same_one(
     yards: list[str] = []
 
     def open_it() -> None:
-        together.wait(10)
+        together.wait(60)
         yards.append(binding.bind(database, store).yard_id)
 
     threads = [threading.Thread(target=open_it) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert len(yards) == 8
     assert len(set(yards)) == 1
 
@@ -223,3 +221,70 @@ def test_a_store_of_another_registry_is_refused(
     with pytest.raises(ForeignStore, match="belongs to registry"):
         binding.bind(other, store)
     other.close()
+
+
+def _mark_packs_damaged(registry: Registry, *names: str) -> None:
+    packs = schema.packs
+    damaged = update(packs).where(packs.c.name.in_(names)).values(state=FileState.DAMAGED)
+    registry.database.write(lambda tx: tx.execute(damaged))
+
+
+def _packs(registry: Registry, data: bytes) -> list[str]:
+    block = block_id(data)
+    return [placement.pack.hex for placement in registry.placements([block])[block]]
+
+
+def test_a_version_is_not_published_on_a_pack_found_damaged_since_it_was_claimed(
+    registry: Registry, store: Store
+) -> None:
+    push(registry, store, NOISE)
+    upload = registry.open_upload(BERT, Publication())
+    manifest = write(upload, store, NOISE)
+    _mark_packs_damaged(registry, *_packs(registry, NOISE))
+    with pytest.raises(BlockMissing):
+        publish(store, upload, manifest, Publication(), "k")
+    assert [version.number for version in registry.versions(BERT)] == [1]
+    write(upload, store, NOISE)  # not found there any more, so it is written anew
+    assert publish(store, upload, manifest, Publication(), "k").number == 2
+
+
+def test_a_delta_whose_base_was_found_damaged_is_not_published(
+    registry: Registry, store: Store
+) -> None:
+    near = bytes(100) + NOISE[100:]
+    push(registry, store, NOISE)
+    push_delta(registry, store, near, NOISE)
+    upload = registry.open_upload(BERT, Publication())
+    manifest = write(upload, store, near)
+    _mark_packs_damaged(registry, *_packs(registry, NOISE))
+    with pytest.raises(BlockMissing):
+        publish(store, upload, manifest, Publication(), "k")
+
+
+def test_what_a_project_claimed_is_published_although_its_only_version_was_removed(
+    registry: Registry, store: Store
+) -> None:
+    push(registry, store, NOISE)
+    opened = registry.open_upload(BERT, Publication(), who="eve")
+    upload = registry.resume_upload(opened.id, Publication(), reading=Reading(("team",), "eve"))
+    manifest = write(upload, store, NOISE)
+    registry.remove(Ref.parse("team/bert@v1"))
+    again = publish(store, upload, manifest, Publication(), "k")
+    assert again.number == 2
+    assert read_back(registry, store, again) == [NOISE]
+
+
+def test_all_versions_models_and_moves_are_listed_however_many_fit_a_page(
+    registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(yards, "_PAGE", 2)
+    for number in range(5):
+        push(registry, store, b"%d" % number, alias="prod")
+        push(registry, store, b"one", model=ModelName("team", f"m{number}"))
+    yard = Yard(store, registry, block_bytes=MIB)
+    assert [version.number for version in yard.versions("team/bert")] == [5, 4, 3, 2, 1]
+    names = [model.name for model in yard.models()]
+    assert names == sorted(["team/bert", *(f"team/m{number}" for number in range(5))])
+    moves = yard.alias_log("team/bert", "prod")
+    assert [(move.number, move.after) for move in moves] == [(n, n) for n in (5, 4, 3, 2, 1)]
+    assert registry.move_alias(BERT, AliasName("prod"), 1).number == 6

@@ -11,12 +11,16 @@ import msgspec
 import pytest
 from blake3 import blake3
 from service_world import World, push, push_file
+from sqlalchemy import update
 
 from weightyard.format.block import MIB
-from weightyard.names import PackId
-from weightyard.service import sending
+from weightyard.names import Digest, PackId
+from weightyard.registry import schema
+from weightyard.registry.schema import Dedup
+from weightyard.service import manifests, sending
 from weightyard.service.ranges import Span, wanted_span
 from weightyard.storage import layout
+from weightyard.testing.faults import FaultyStore
 from weightyard.wire import Placed, placements_by_block
 
 FILE = "models/team/bert/versions/1/files/w.bin"
@@ -179,6 +183,28 @@ def test_the_manifest_is_the_one_the_digest_names(world: World, data: bytes) -> 
     assert answer.headers["etag"] == f'"{version["digest"]}"'
 
 
+def test_manifests_are_kept_as_long_as_they_are_few_entries_together(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "_MOST_ENTRIES", 10)
+    digests = [
+        Digest(push(world.registry, world.store, "team/bert", *parts).digest)
+        for parts in ([b"one"], [b"two"], [b"1", b"2", b"3", b"4"], [b"%d" % i for i in range(9)])
+    ]
+    store = FaultyStore(world.store)
+    kept = manifests.Manifests(store)
+
+    def is_read(number: int) -> bool:
+        before = store.calls.count("read")
+        kept.get(digests[number])
+        return store.calls.count("read") > before
+
+    assert [is_read(number) for number in (0, 1, 0, 2, 0, 1)] == [
+        True, True, False, True, False, True,
+    ]  # fmt: skip
+    assert [is_read(number) for number in (3, 3, 0)] == [True, True, False], "too many for itself"
+
+
 def test_placements_say_where_every_block_lies_page_by_page(world: World) -> None:
     push(world.registry, world.store, "team/bert", *(os.urandom(70_000) for _ in range(5)))
     path = "models/team/bert/versions/1/placements"
@@ -211,6 +237,24 @@ def test_blocks_of_other_projects_are_not_placed(world: World) -> None:
     assert {block.hex for block in placements_by_block(answer)} == {ours}
     everything = Placed.model_validate_json(world.call("POST", "placements", json=body).content)
     assert {block.hex for block in placements_by_block(everything)} == {theirs, ours}
+
+
+def test_where_projects_share_nothing_a_version_tells_of_its_own_packs_only(
+    any_world: World,
+) -> None:
+    apart = update(schema.registry).values(dedup=Dedup.PROJECT)
+    any_world.registry.database.write(lambda tx: tx.execute(apart))
+    for model in ("other/gpt", "team/bert"):
+        push(any_world.registry, any_world.store, model, b"equal" * 20_000)
+    version = "models/team/bert/versions/1"
+
+    def told(token: str) -> tuple[int, int]:
+        placed = any_world.call("GET", f"{version}/placements", token=token).json()["packs"]
+        located = any_world.call("GET", f"{version}/replicas", token=token).json()["items"]
+        return len(placed), len(located)
+
+    assert told("reader") == (1, 1)
+    assert told("boss") == (2, 2)
 
 
 def test_replicas_name_the_datanodes(world: World, data: bytes) -> None:

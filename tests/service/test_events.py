@@ -78,10 +78,45 @@ def test_a_revoked_token_hears_no_more(
     world: World, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(events, "_SIGN_OF_LIFE_S", 0.1)
+    monkeypatch.setattr(events, "_ASKED_AGAIN_S", 0.1)
     with listening(world, url) as lines:
         next(lines)
         world.registry.revoke_token(TokenName("reader"))
         assert sum(1 for _ in lines) < 1000, "it ends"
+
+
+def test_a_revoked_token_hears_no_more_while_much_happens(
+    world: World, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "_ASKED_AGAIN_S", 0.1)
+    push(world.registry, world.store, "team/bert", b"one")
+    is_over = threading.Event()
+
+    def keep_busy() -> None:
+        for number in range(10_000):
+            if is_over.wait(0.01):
+                return
+            world.registry.move_alias(BERT, AliasName(f"a{number % 10}"), 1)
+
+    busy = threading.Thread(target=keep_busy)
+    with listening(world, url) as lines:
+        next(lines)
+        busy.start()
+        next_event(lines)
+        world.registry.revoke_token(TokenName("reader"))
+        try:
+            assert sum(1 for _ in lines) < 3000, "it ends"
+        finally:
+            is_over.set()
+            busy.join(20)
+
+
+def test_a_project_is_not_heard_by_one_whose_name_differs_in_case_alone(any_world: World) -> None:
+    push(any_world.registry, any_world.store, "Team/bert", b"secret")
+    push(any_world.registry, any_world.store, "team_2/bert", b"secret")
+    push(any_world.registry, any_world.store, "team/bert", b"ours")
+    heard = any_world.registry.events(0, projects=["team"])
+    assert [event.subject for event in heard] == ["team/bert@v1"]
 
 
 def test_listeners_cost_one_question_however_many_they_are(world: World, url: str) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
-import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from service_world import API, World, push_file
+from waiting import eventually
 
 from weightyard.service import limits
 
@@ -247,10 +247,3 @@ def test_a_client_that_goes_away_leaves_nothing(world: World, url: str, upload: 
         eventually(lambda: spool.used_bytes > 0)
     eventually(lambda: spool.used_bytes == 0)
     assert world.call("POST", f"uploads/{upload}/commit").status_code == 400
-
-
-def eventually(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 10
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 from collections.abc import Iterator
 
@@ -10,10 +11,12 @@ from service_world import World, push, push_file, served
 
 from weightyard.client.catalogue import HttpCatalogue
 from weightyard.errors import NoSuchThing, NotAllowed, Refused
-from weightyard.names import Ref
+from weightyard.format.manifest import from_json
+from weightyard.names import FilePath, Ref
 from weightyard.records import MAX_LEASE_S
 from weightyard.registry.collect import GcOptions
 from weightyard.transfer.catalogue import Catalogue
+from weightyard.transfer.plan import Wanted
 
 V1 = "models/team/bert/versions/1"
 BERT = Ref.parse("team/bert@v1")
@@ -47,6 +50,32 @@ def test_what_a_reader_holds_through_the_service_outlives_its_version(
     assert packs_deleted(any_world) == 0
     reader.release_lease(lease.id)
     assert packs_deleted(any_world) == 1
+
+
+def test_a_leased_version_is_read_to_its_end_although_it_was_removed(
+    any_world: World, reader: HttpCatalogue
+) -> None:
+    data = os.urandom(100_000)
+    push_file(any_world, "team/bert", "w.bin", data)
+    version = reader.resolve(BERT)
+    lease = reader.take_lease(BERT, "serving-7", 3600)
+    any_world.registry.remove(BERT)
+    packs_deleted(any_world)
+    manifest = from_json(any_world.call("GET", f"{V1}/manifest", token="reader").content, None)
+    (block,) = (entry.id for entry in manifest.blocks)
+    assert list(reader.placements([block])) == [block]
+    for path in ("placements", "replicas", "locations"):
+        assert any_world.call("GET", f"{V1}/{path}", token="reader").status_code == 200, path
+    into = io.BytesIO()
+    assert reader.fetch_file(BERT, FilePath("w.bin"), into) == len(data)
+    assert into.getvalue() == data
+    raw = memoryview(bytearray(len(data)))
+    reader.reader(version, manifest).read([Wanted(block, 0, raw)])
+    assert raw == data
+    assert any_world.call("GET", V1).status_code == 404, "it is out of sight all the same"
+    reader.release_lease(lease.id)
+    for path in ("manifest", "placements", "files/w.bin", f"blocks/{block}"):
+        assert any_world.call("GET", f"{V1}/{path}", token="reader").status_code == 404, path
 
 
 def test_a_lease_that_has_ended_is_not_renewed_and_may_be_released_again(

@@ -19,7 +19,11 @@ from schemathesis.specs.openapi.checks import (
 )
 from service_world import World, make_world, push, push_file
 
-from weightyard.names import Ref
+from weightyard.names import ModelName, Ref
+from weightyard.records import Checkpoint, Publication
+
+BERT = ModelName("team", "bert")
+RUN = ModelName("team", "run42")
 
 CHECKS = [
     not_a_server_error,
@@ -43,17 +47,22 @@ def prepare(world: World) -> None:
     push_file(world, "team/bert", "file.bin", b"weights" * 1000)
     push(world.registry, world.store, "team/bert", b"2", parent="team/bert@v1", alias="prod")
     push(world.registry, world.store, "team/bert", b"3", parent="team/bert@v2")
+    world.registry.begin_generation(RUN)
+
+
+def described(world: World) -> Any:
+    """The service as it describes itself."""
+    return schemathesis.openapi.from_asgi("/api/v1/openapi.json", world.app, headers=shown(world))
+
+
+def shown(world: World) -> dict[str, str]:
+    return {"Authorization": f"Bearer {world.secrets['boss']}"}
 
 
 def hold_against_schema(world: World, cases_each: int) -> int:
     """Call every operation so many times with what fits its schema, and with what does not."""
-    schema = schemathesis.openapi.from_asgi(
-        "/api/v1/openapi.json",
-        world.app,
-        headers={"Authorization": f"Bearer {world.secrets['boss']}"},
-    )
     called = 0
-    for found in schema.get_all_operations():
+    for found in described(world).get_all_operations():
         operation = found.ok()
         cases = st.one_of(
             operation.as_strategy(generation_mode=GenerationMode.POSITIVE),
@@ -76,8 +85,7 @@ def hold_against_schema(world: World, cases_each: int) -> int:
                 _aim(world, case)
             if case.path.endswith("/events"):
                 case.query["for_s"] = 0  # else it would go on for an hour
-            shown = {"Authorization": f"Bearer {world.secrets['boss']}"}
-            case.call_and_validate(headers=shown, checks=CHECKS)
+            case.call_and_validate(headers=shown(world), checks=CHECKS)
 
         hold()
     return called
@@ -87,10 +95,17 @@ def _aim(world: World, case: Case) -> None:
     """Let a request meet something that is there."""
     real: dict[str, Any] = {
         "project": "team", "name": "bert", "number": 1, "alias": "prod", "selector": "latest",
-        "path": "file.bin", "token": "stranger",
+        "path": "file.bin", "token": "stranger", "rank": 0, "pack": "0a" * 16,
+        "block": "0a" * 32, "digest": "0a" * 32,
     }  # fmt: skip
+    if "/runs/" in case.path:
+        real["name"] = RUN.name
     if "upload" in case.path_parameters:
-        real["upload"] = world.call("POST", "models/team/bert/uploads").json()["id"]
+        upload = world.registry.open_upload(BERT, Publication())
+        if "rank" in case.path_parameters:
+            at = Checkpoint(step=1, generation=world.registry.run(RUN).generation, ranks=1)
+            upload = world.registry.open_upload(RUN, Publication(checkpoint=at))
+        real["upload"] = upload.id.hex
     if "lease" in case.path_parameters:
         real["lease"] = world.registry.take_lease(Ref.parse("team/bert@v1"), "test", 60).id
     for name in case.path_parameters:
@@ -104,7 +119,19 @@ def test_no_request_is_a_server_error_or_breaks_the_schema(fuzzed: World) -> Non
     assert hold_against_schema(fuzzed, 5) > 180
 
 
+def test_the_schema_says_what_an_event_in_the_stream_is(fuzzed: World) -> None:
+    schema = described(fuzzed)
+    (case,) = [
+        found.ok().Case(query={"after": "0", "for_s": 0})
+        for found in schema.get_all_operations()
+        if found.ok().path.endswith("/events")
+    ]
+    answer = case.call_and_validate(headers=shown(fuzzed), checks=CHECKS)
+    assert b"event: " in answer.content
+
+
 @pytest.mark.long
 @pytest.mark.timeout(3600)
-def test_ten_thousand_requests_are_no_server_error(fuzzed: World) -> None:
-    assert hold_against_schema(fuzzed, 300) > 10_000
+def test_ten_thousand_requests_are_no_server_error(any_world: World) -> None:
+    prepare(any_world)
+    assert hold_against_schema(any_world, 300) > 10_000

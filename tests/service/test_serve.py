@@ -20,11 +20,7 @@ from service_world import World, served
 from typer.testing import CliRunner, Result
 
 from weightyard.cli import app
-from weightyard.client.catalogue import HttpCatalogue
-from weightyard.names import FilePath, ModelName
-from weightyard.records import Publication
 from weightyard.registry.database import Database
-from weightyard.transfer.source import FileSource
 
 README = Path(__file__).parent.parent.parent / "README.md"
 WEIGHTYARD = Path(sys.executable).with_name("weightyard")
@@ -113,9 +109,10 @@ def test_a_killed_service_loses_nothing_and_the_next_one_goes_on(tmp_path: Path)
     file = tmp_path / "w.bin"
     file.write_bytes(os.urandom(500_000))
     with serving(home) as (url, process, _):
-        with HttpCatalogue(url, deadline_s=5) as client:
-            upload = client.open_upload(ModelName("team", "bert"), Publication())
-            upload.put_file(FilePath("w.bin"), FileSource(file))
+        api = f"{url}/api/v1"
+        upload = httpx.post(f"{api}/models/team/bert/uploads").json()["id"]
+        sent = httpx.put(f"{api}/uploads/{upload}/files/w.bin", content=file.read_bytes())
+        assert sent.status_code == 200, sent.text
         process.send_signal(signal.SIGKILL)
         process.wait(10)
     secret = run(home, "token", "create", "me", "--role", "admin", "-q").stdout.strip()
@@ -123,7 +120,7 @@ def test_a_killed_service_loses_nothing_and_the_next_one_goes_on(tmp_path: Path)
         api = f"{url.replace('0.0.0.0', '127.0.0.1')}/api/v1"
         headers = {"Authorization": f"Bearer {secret}"}
         assert httpx.get(f"{api}/models").status_code == 401
-        done = httpx.post(f"{api}/uploads/{upload.id}/commit", headers=headers)
+        done = httpx.post(f"{api}/uploads/{upload}/commit", headers=headers)
         assert done.status_code == 201, done.text
         answer = httpx.get(f"{api}/models/team/bert/versions/1/files/w.bin", headers=headers)
         assert answer.content == file.read_bytes()

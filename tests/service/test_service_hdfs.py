@@ -15,13 +15,14 @@ from service_world import World, make_world, push_file, served
 from weightyard.errors import NoSuchThing, Unsupported
 from weightyard.format.block import MIB
 from weightyard.names import ModelName, Ref
+from weightyard.opening import open_yard
 from weightyard.registry.collect import GcOptions
 from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.opening import open_store
 from weightyard.storage.store import Ownership
 from weightyard.testing.cluster import MiniCluster
-from weightyard.yard import Yard, open_yard
+from weightyard.yard import Yard
 
 pytestmark = pytest.mark.cluster
 
@@ -76,9 +77,14 @@ def test_bytes_go_straight_to_hdfs_or_through_the_service_and_are_the_same(
         straight.pull(f"{BERT}@prod", tmp_path / "straight")
         assert through_service(world) == 0
         second = around.push(folder, BERT)
+        sent = through_service(world)
+        assert sent < 16 * 1024, "HDFS has all of it"
         around.pull(f"{BERT}@prod", tmp_path / "around")
-        assert through_service(world) == 2 * first.logical_bytes
+        assert through_service(world) == sent + first.logical_bytes
         assert (second.digest, second.new_bytes) == (first.digest, 0)
+        (folder / "new.bin").write_bytes(os.urandom(300_000))
+        assert around.push(folder / "new.bin", "team/new").packs_written == 1
+        straight.pull("team/new", tmp_path / "new")
         straight.set_alias(BERT, "prod", second.number, expect=first.number)
         raw = os.urandom(70_000)
         third = push_file(world, BERT, "raw.bin", raw, token="writer")
@@ -88,6 +94,7 @@ def test_bytes_go_straight_to_hdfs_or_through_the_service_and_are_the_same(
         for out in ("straight", "around"):
             assert (tmp_path / out / name).read_bytes() == (folder / name).read_bytes()
     assert (tmp_path / "raw" / "raw.bin").read_bytes() == raw
+    assert (tmp_path / "new" / "new.bin").read_bytes() == (folder / "new.bin").read_bytes()
 
 
 def test_what_is_removed_through_the_service_is_collected_behind_it(

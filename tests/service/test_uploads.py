@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import save
@@ -19,11 +23,16 @@ from weightyard.format.splitting import StateTensor, split_state
 from weightyard.names import BlockId, ModelName, PackId, UploadId
 from weightyard.records import Publication
 from weightyard.registry.uploads import Reading
+from weightyard.service import uploads
+from weightyard.service.spool import Spool
 from weightyard.storage import layout
+from weightyard.transfer.gather import gather_files
 from weightyard.transfer.publish import publish
 from weightyard.transfer.source import MemorySource
 from weightyard.transfer.writer import Content, Writer
-from weightyard.wire import entries_of
+from weightyard.wire import ReceivedFile, entries_of
+
+BERT = ModelName("team", "bert")
 
 
 def begin(world: World, model: str = "team/bert", token: str = "writer", **said: object) -> str:
@@ -51,6 +60,23 @@ def test_files_become_a_version_that_is_visible_only_when_whole(any_world: World
     for path, data in (("model.safetensors", weights), ("config.json", config)):
         answer = world.call("GET", f"models/team/bert/versions/1/files/{path}", token="reader")
         assert answer.content == data
+
+
+@pytest.mark.parametrize(
+    "config", [b'{"a": NaN}', b'{"a": "\\ud800"}', b'{"a": "\\u0000"}', b"[1]", b"{", b"[" * 9999]
+)
+def test_a_config_that_no_database_keeps_is_a_file_like_any_other(
+    any_world: World, config: bytes, tmp_path: Path
+) -> None:
+    world = any_world
+    assert push_file(world, "team/bert", "config.json", config) == 1
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_bytes(config)
+    with gather_files(tmp_path / "model", MIB) as gathered:
+        assert gathered.config is None
+    version = world.call("GET", "models/team/bert/versions/1").json()
+    assert version["structure"].get("config") is None
+    assert world.call("GET", "models/team/bert/versions/1/files/config.json").content == config
 
 
 def test_a_commit_may_be_repeated_with_its_key(world: World) -> None:
@@ -137,6 +163,17 @@ def test_a_file_longer_than_the_temporary_space_is_refused_whatever_it_announced
         assert list((tmp_path / "spool").iterdir()) == []
         fits = world.call("PUT", path, token="writer", content=pieces(MIB))
         assert fits.status_code == 200
+
+
+def test_a_file_being_received_has_no_name_that_a_killed_service_would_leave(
+    tmp_path: Path,
+) -> None:
+    spool = Spool(tmp_path / "spool", MIB)
+    with spool.open(None) as file:
+        file.write(b"half of it")
+        assert list((tmp_path / "spool").iterdir()) == []
+        assert file.finish().read_bytes() == b"half of it"
+    assert spool.used_bytes == 0
 
 
 def test_temporary_space_in_use_asks_to_come_back(world: World) -> None:
@@ -307,3 +344,44 @@ class TestQuotas:
     def test_other_projects_are_not_counted(self, world: World) -> None:
         world.call("PUT", "quotas/team", json={"versions": 0})
         push_file(world, "other/gpt", "a", b"x")
+
+
+@pytest.mark.parametrize("policy", ["A" * 65, "A/B", ""])
+def test_a_policy_that_is_no_name_is_refused(any_world: World, policy: str) -> None:
+    answer = any_world.call("POST", "models/team/bert/uploads", json={"policy": policy})
+    assert (answer.status_code, answer.json()["code"]) == (422, "refused")
+
+
+def test_commits_and_downloads_do_not_wait_for_files_being_received(
+    world: World, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push_file(world, "team/bert", "w.bin", b"weights")
+    opened = world.registry.open_upload(BERT, Publication(), who="boss")
+    assert world.call("PUT", f"uploads/{opened.id}/files/w", content=b"2").status_code == 200
+    storing, may_end = threading.Semaphore(0), threading.Event()
+
+    def store_slowly(*received: Any) -> ReceivedFile:
+        storing.release()
+        assert may_end.wait(30)
+        return ReceivedFile(path="w", bytes=1, new_bytes=1, stored_bytes=1)
+
+    monkeypatch.setattr(uploads, "store_file", store_slowly)
+    shown = {"Authorization": f"Bearer {world.secrets['boss']}"}
+
+    def call(method: str, path: str, content: bytes | None = None) -> int:
+        target = f"{url}/api/v1/{path}"
+        return httpx.request(method, target, content=content, headers=shown, timeout=20).status_code
+
+    def send(_: int) -> int:
+        upload = world.registry.open_upload(BERT, Publication(), who="boss")
+        return call("PUT", f"uploads/{upload.id}/files/w", b"3")
+
+    with ThreadPoolExecutor(8) as threads:
+        sent = [threads.submit(send, number) for number in range(8)]
+        assert storing.acquire(timeout=20)
+        try:
+            assert call("POST", f"uploads/{opened.id}/commit") == 201
+            assert call("GET", "models/team/bert/versions/1/files/w.bin") == 200
+        finally:
+            may_end.set()
+        assert {one.result() for one in sent} == {200}

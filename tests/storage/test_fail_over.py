@@ -62,7 +62,6 @@ def test_a_publish_survives_a_fail_over_before_any_of_its_calls(
     assert [file.path for file in store.list(layout.PACKS)] == [layout.pack(pack)]
 
 
-@pytest.mark.timeout(120)
 def test_a_publish_survives_the_kill_of_the_active_namenode(
     ha_cluster: MiniCluster, hdfs: HdfsStore
 ) -> None:

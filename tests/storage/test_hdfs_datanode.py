@@ -10,20 +10,34 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
-from weightyard.errors import DataNodeFailed, DeadlineExceeded, StaleLocation, TooLarge
+from weightyard.errors import (
+    DataNodeFailed,
+    DeadlineExceeded,
+    StaleLocation,
+    StoreUnavailable,
+    TooLarge,
+)
 from weightyard.format.block import block_id, segment_checksum
 from weightyard.settings import Settings
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs import wire
-from weightyard.storage.hdfs.datanode import GAP_BYTES, DataNodeReader, plan_runs
+from weightyard.storage.hdfs.datanode import (
+    GAP_BYTES,
+    DataNodeReader,
+    plan_runs,
+)
+from weightyard.storage.hdfs.fallbacks import WebHdfsReads
 from weightyard.storage.hdfs.store import HdfsStore
 from weightyard.storage.hdfs.wire import BlockAccess, BlockToken, Packet
 from weightyard.storage.store import (
     FileOptions,
+    Location,
     Read,
     ReadPath,
     Replica,
@@ -36,6 +50,9 @@ from weightyard.testing.store_contract import put
 MIB = 1 << 20
 SIZE = 48 * MIB
 CONTENT = np.random.default_rng(7).integers(0, 256, SIZE, dtype=np.uint8).tobytes()
+LIMIT_S = 60.0
+TRIES = 3
+"""Of a time that is promised: a busy machine may be late once, a broken promise is late always."""
 
 
 def opened(cluster: MiniCluster) -> HdfsStore:
@@ -69,7 +86,7 @@ def daemon_of(cluster: MiniCluster, replica: Replica) -> Daemon:
 
 
 def soon() -> Deadline:
-    return Deadline.after(20)
+    return Deadline.after(LIMIT_S)
 
 
 @pytest.mark.cluster
@@ -122,6 +139,14 @@ def test_a_connection_the_datanode_gave_up_is_replaced_silently(
 def test_a_datanode_that_dies_in_the_middle_is_named_in_two_seconds_and_another_serves(
     cluster: MiniCluster, store: HdfsStore, path: StorePath, end: str
 ) -> None:
+    took_s: list[float] = []
+    while not took_s or took_s[-1] >= 2:
+        assert len(took_s) < TRIES, took_s
+        took_s.append(seconds_until_named(cluster, store, path, end))
+
+
+def seconds_until_named(cluster: MiniCluster, store: HdfsStore, path: StorePath, end: str) -> float:
+    """How long after a DataNode ended the read says so; another one serves then."""
     location = store.locate(path)
     victim = location.spans[0].replicas[0]
     daemon = daemon_of(cluster, victim)
@@ -148,13 +173,13 @@ def test_a_datanode_that_dies_in_the_middle_is_named_in_two_seconds_and_another_
         seen_at = time.monotonic()
         ending.join()
         assert caught.value.datanode == victim.datanode
-        assert seen_at - ended_at[0] < 2
 
         out[:] = bytes(SIZE)
         served = store.read(location, whole)
         assert served.path == ReadPath.DIRECT
         assert served.replica == location.spans[0].replicas[1]
         assert out == CONTENT
+        return seen_at - ended_at[0]
     finally:
         ending.join()
         if end == "kill":
@@ -253,11 +278,11 @@ def lying_datanode(answer: Answer) -> Iterator[str]:
         thread.start()
         yield f"127.0.0.1:{server.getsockname()[1]}"
         server.shutdown(socket.SHUT_RDWR)
-        thread.join(5)
+        thread.join(LIMIT_S)
 
 
-def read_from(datanode: str, timeout_s: float = 20) -> bytes:
-    reader = DataNodeReader("test", stall_s=0.5)
+def read_from(datanode: str, timeout_s: float = LIMIT_S, stall_s: float = LIMIT_S) -> bytes:
+    reader = DataNodeReader("test", stall_s=stall_s)
     out = bytearray(1024)
     span = Span(0, 4096, (), BlockAccess("BP-1", 1, 1, 4096))
     replica = Replica(datanode, "127.0.0.1")
@@ -326,20 +351,87 @@ def test_random_answers_are_errors_that_name_the_datanode() -> None:
 
 
 def test_a_datanode_that_trickles_is_stopped_by_the_deadline() -> None:
+    sent = 0
+
     def trickle(client: socket.socket) -> None:
+        nonlocal sent
         for byte in _GOOD:
             client.sendall(bytes([byte]))
+            sent += 1
             time.sleep(0.05)
 
     with lying_datanode(trickle) as datanode:
-        began = time.monotonic()
         with pytest.raises(DeadlineExceeded, match=datanode):
             read_from(datanode, timeout_s=0.5)
-        assert time.monotonic() - began < 1.5
+        assert sent < len(_GOOD) / 2, "not when it has ended"
 
 
 def test_a_datanode_nobody_listens_at_is_named() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        datanode = f"127.0.0.1:{server.getsockname()[1]}"
+    with socket.socket() as taken:  # so that nobody else comes to listen there
+        taken.bind(("127.0.0.1", 0))
+        datanode = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(DataNodeFailed, match=datanode):
+            read_from(datanode)
+
+
+def test_a_datanode_that_falls_silent_over_http_is_hung_up_on() -> None:
+    is_hung_up = threading.Event()
+
+    def fall_silent(client: socket.socket) -> None:
+        client.sendall(b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 9\r\n\r\n")
+        if not client.recv(1):
+            is_hung_up.set()
+
+    class Redirecting:
+        def open(self, *wanted: object) -> Any:
+            return SimpleNamespace(headers={"Location": f"http://{datanode}/"}, close=lambda: None)
+
+    location = Location(StorePath("packs/0a/0a0a"), 9, ())
+    with lying_datanode(fall_silent) as datanode:
+        # Kept: as long as somebody has the error, nothing is cleaned up by itself.
+        with pytest.raises(StoreUnavailable, match=datanode) as caught:
+            WebHdfsReads(cast(Any, Redirecting())).read(
+                location, [Read(0, memoryview(bytearray(9)))], Deadline.after(0.3)
+            )
+        assert is_hung_up.wait(LIMIT_S / 4), caught.value
+
+
+@pytest.fixture
+def silent_name_server(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whoever asks for a name waits until the test is over; numbers need no asking."""
+    over, ask = threading.Event(), socket.getaddrinfo
+
+    def look_up(*wanted: Any, flags: int = 0, **options: Any) -> Any:
+        if not flags & socket.AI_NUMERICHOST:
+            over.wait(LIMIT_S)
+        return ask(*wanted, flags=flags, **options)
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    yield
+    over.set()
+
+
+@pytest.mark.usefixtures("silent_name_server")
+@pytest.mark.parametrize("limits", [{"stall_s": 0.2}, {"timeout_s": 0.2}])
+def test_a_datanode_whose_name_nobody_looks_up_is_named_in_time(limits: dict[str, float]) -> None:
+    began = time.monotonic()
+    with pytest.raises(DataNodeFailed, match="localhost:9866: cannot connect: looking up its name"):
+        read_from("localhost:9866", **limits)
+    assert time.monotonic() - began < LIMIT_S / 4
+
+
+@pytest.mark.usefixtures("silent_name_server")
+def test_an_address_in_numbers_is_not_looked_up() -> None:
+    with lying_datanode(lambda client: client.sendall(_GOOD)) as datanode:
+        assert read_from(datanode) == b"x" * 1024
+
+
+@pytest.mark.parametrize("datanode", ["127.0.0.1:many", f"{'x' * 64}.example:9866"])
+def test_a_datanode_without_an_address_is_named(datanode: str) -> None:
     with pytest.raises(DataNodeFailed, match=datanode):
         read_from(datanode)
+
+
+def test_a_datanode_is_found_by_its_name() -> None:
+    with lying_datanode(lambda client: client.sendall(_GOOD)) as datanode:
+        assert read_from(datanode.replace("127.0.0.1", "localhost")) == b"x" * 1024

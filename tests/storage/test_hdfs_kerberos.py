@@ -8,7 +8,9 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from ctypes.util import find_library
+from importlib.util import find_spec
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -17,8 +19,8 @@ from weightyard.testing.cluster.kdc import USER, Kdc, running_kdc
 
 pytestmark = [pytest.mark.cluster, pytest.mark.long]
 
-# WebHDFS by ticket needs SPNEGO, for which there is no wheel; this cluster's takes one's word. Its
-# RPC and its DataNodes do not.
+# There is no wheel of what WebHDFS by ticket takes: that of these clusters believes what one says.
+# Their RPC and their DataNodes do not.
 SCRIPT = """
 import dataclasses, json, sys
 from weightyard.errors import DataNodeFailed
@@ -52,6 +54,21 @@ except DataNodeFailed as why:
 print(json.dumps([out == content, namespace.status(cluster.at(path)).owner, refused]))
 """
 
+STORY = """
+import json, sys
+from pathlib import Path
+import weightyard
+from weightyard.storage.opening import open_store
+url, folder = sys.argv[1], Path(sys.argv[2])
+with weightyard.open(url) as yard:
+    pushed = yard.push(folder, "team/bert", alias="prod", replication=1, policy="HOT")
+    pulled = yard.pull("team/bert@prod", folder.parent / "pulled")
+    is_same = (pulled / "weights.bin").read_bytes() == (folder / "weights.bin").read_bytes()
+with open_store(url, patient=False) as store:
+    ways = {str(way): why for way, why in store.probe().items()}
+print(json.dumps([pushed.ref, is_same, ways]))
+"""
+
 
 @pytest.fixture(scope="module")
 def kdc() -> Iterator[Kdc]:
@@ -76,11 +93,12 @@ def kerberised(
 
 
 def run_script(
-    cluster: MiniCluster, environment: Mapping[str, str]
+    cluster: MiniCluster, environment: Mapping[str, str], script: str = SCRIPT, *arguments: str
 ) -> subprocess.CompletedProcess[str]:
-    known = {"PATH": os.environ["PATH"], "HADOOP_CONF_DIR": str(cluster.conf_dir)}
+    known = {name: os.environ[name] for name in ("PATH", "PYTHONPATH") if name in os.environ}
+    known["HADOOP_CONF_DIR"] = str(cluster.conf_dir)
     return subprocess.run(
-        [sys.executable, "-c", SCRIPT, cluster.fresh_dir()],
+        [sys.executable, "-c", script, cluster.fresh_dir(), *arguments],
         env={**known, **environment},
         capture_output=True,
         text=True,
@@ -107,3 +125,31 @@ def test_without_a_ticket_the_error_says_how_to_get_one(
     assert done.returncode != 0
     assert "NotAllowed" in done.stderr
     assert "kinit" in done.stderr
+
+
+@pytest.mark.skipif(find_spec("requests_kerberos") is None, reason="needs weightyard[kerberos]")
+def test_with_a_ticket_a_model_is_pushed_and_pulled_where_webhdfs_asks_for_it_too(
+    own_cluster: Callable[..., MiniCluster], kdc: Kdc, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "weights.bin").write_bytes(bytes(range(251)) * 10_000)
+    with own_cluster(
+        racks=("a",),
+        block_tokens=True,
+        properties={**kdc.properties(), **kdc.web_properties},
+        jvm_options=kdc.jvm_options,
+    ) as cluster:
+        port = urlsplit(cluster.http_addresses[0]).port
+        environment = {
+            **kdc.environment,
+            "WEIGHTYARD_HOME": str(tmp_path / "home"),
+            "WEIGHTYARD_WEBHDFS": f"http://localhost:{port}",  # by the name that has a key
+        }
+        done = run_script(cluster, environment, STORY, str(folder))
+        assert done.returncode == 0, done.stderr
+        ref, is_same, ways = json.loads(done.stdout)
+        assert (ref, is_same) == ("team/bert@v1", True)
+        assert ways["hdfs-native"] is None
+        assert ways["webhdfs"] is None
+        assert "SASL" in ways["direct"]

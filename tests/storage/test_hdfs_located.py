@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import random
+from itertools import accumulate
 from typing import Any
 
 import pytest
+from hostile import ROUNDS, changed_json, growing_at_most
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -85,6 +88,26 @@ def test_what_no_service_would_say_is_refused_and_no_token_repeated(
 def test_noise_is_refused(noise: bytes) -> None:
     with pytest.raises(RegistryUnavailable):
         from_json(noise)
+
+
+def test_changed_locations_are_refused_or_followed_from_begin_to_end() -> None:
+    chance = random.Random(5)
+    text = to_json("5f", [PACK, EMPTY, CODED])
+    refusals = []
+    with growing_at_most(kib=64 * 1024):
+        for _ in range(ROUNDS):
+            try:
+                found = from_json(changed_json(text, chance))
+            except RegistryUnavailable as why:
+                refusals.append(str(why))
+                continue
+            for one in found.locations.values():
+                *begins, end = accumulate((span.length for span in one.spans), initial=0)
+                assert [span.offset for span in one.spans] == begins
+                assert one.length == end
+            assert from_json(to_json(found.stamp, found.locations.values())) == found
+    assert ROUNDS / 2 < len(refusals) < ROUNDS
+    assert not any(TOKEN.to_url_string() in said for said in refusals)
 
 
 def test_the_schema_names_every_field() -> None:

@@ -2,7 +2,10 @@ from __future__ import annotations
 
 import json
 import random
+import socket
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
@@ -185,19 +188,47 @@ class OldGateway(BaseHTTPRequestHandler):
         pass
 
 
-def test_a_gateway_that_knows_no_locations_still_serves_bytes() -> None:
-    with ThreadingHTTPServer(("127.0.0.1", 0), OldGateway) as gateway:
+class BreakingGateway(OldGateway):
+    """Breaks off in the middle of what it said it would send."""
+
+    def answer(self, code: int, body: bytes) -> None:
+        if len(body) != 1000:
+            super().answer(code, body)
+            return
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body[:500])
+        self.connection.shutdown(socket.SHUT_RDWR)
+
+
+@contextmanager
+def behind(kind: type[OldGateway]) -> Iterator[NameNode]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as gateway:
         thread = threading.Thread(target=gateway.serve_forever, daemon=True)
         thread.start()
         url = f"http://127.0.0.1:{gateway.server_port}"
         settings = Settings(hadoop_conf_dir=None, webhdfs=(url,))
         namenode = NameNode(Cluster.of("hdfs://nn:8020/yard", settings))
+        yield namenode
+        namenode.close()
+        gateway.shutdown()
+        thread.join(5)
+
+
+def test_a_gateway_that_knows_no_locations_still_serves_bytes() -> None:
+    with behind(OldGateway) as namenode:
         location = namenode.locate(_PATH, Deadline.after(10))
         assert location.length == len(OldGateway.content)
         assert [(span.replicas, span.access) for span in location.spans] == [((), None)]
         out = bytearray(1000)
         WebHdfsReads(namenode).read(location, [Read(77, memoryview(out))], Deadline.after(10))
         assert out == OldGateway.content[77:1077]
-        namenode.close()
-        gateway.shutdown()
-        thread.join(5)
+
+
+def test_a_gateway_that_breaks_off_is_unavailable_and_named() -> None:
+    with behind(BreakingGateway) as namenode:
+        location = namenode.locate(_PATH, Deadline.after(10))
+        read = Read(77, memoryview(bytearray(1000)))
+        with pytest.raises(StoreUnavailable, match="by WebHDFS"):
+            WebHdfsReads(namenode).read(location, [read], Deadline.after(10))

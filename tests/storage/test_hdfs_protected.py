@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import getpass
 import json
 import os
+import pwd
 import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -142,11 +142,11 @@ def put_file(cluster: MiniCluster, path: str) -> None:
 
 
 def webhdfs_url(cluster: MiniCluster, path: str, **query: str) -> str:
-    query["user.name"] = getpass.getuser()
+    query["user.name"] = pwd.getpwuid(os.geteuid()).pw_name
     return f"{cluster.http_addresses[0]}/webhdfs/v1{path}?{urlencode(query)}"
 
 
 def put_http(url: str, data: bytes | None = None) -> bytes:
     request = urllib.request.Request(url, method="PUT", data=data)
-    with urllib.request.urlopen(request, timeout=20) as answer:
+    with urllib.request.urlopen(request, timeout=60) as answer:
         return bytes(answer.read())

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -64,20 +65,61 @@ def test_a_full_disk_is_said_so_and_leaves_nothing(store: LocalStore) -> None:
     assert files_of(store, upload) == []
 
 
-def test_a_folder_without_write_permission_is_not_allowed() -> None:
+@pytest.fixture
+def reachable() -> Iterator[LocalStore]:
+    """A store in a folder that others may enter, as they may not enter pytest's."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         store = LocalStore(Path(folder, "yard"))
-        store.init(Ownership(folder_mode=0o555))
-        root = os.geteuid() == 0
-        if root:
-            os.seteuid(65534)  # to root nothing is forbidden
-        try:
+        store.init(Ownership(folder_mode=0o755))
+        yield store
+
+
+@contextmanager
+def as_nobody() -> Iterator[None]:
+    """To root nothing is forbidden."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+
+
+def test_a_folder_without_write_permission_is_not_allowed(reachable: LocalStore) -> None:
+    reachable.init(Ownership(folder_mode=0o555))
+    with as_nobody(), pytest.raises(NotAllowed):
+        stage(reachable, b"x")
+
+
+def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(reachable: LocalStore) -> None:
+    path = put(reachable, b"x")
+    (reachable.folder / path.text).parent.chmod(0o300)
+    with as_nobody(), pytest.raises(NotAllowed):
+        list(reachable.list(layout.PACKS))
+
+
+def test_a_file_in_a_folder_that_cannot_be_entered_is_not_taken_for_a_missing_one(
+    reachable: LocalStore,
+) -> None:
+    path, staged = put(reachable, b"x"), stage(reachable, b"y")
+    for file in (path, staged.path):
+        (reachable.folder / file.text).parent.chmod(0o600)
+    with as_nobody():
+        for look in (reachable.stat, reachable.locate, reachable.delete):
             with pytest.raises(NotAllowed):
-                stage(store, b"x")
-        finally:
-            if root:
-                os.seteuid(0)
+                look(path)
+        with pytest.raises(NotAllowed):
+            reachable.publish(staged, layout.pack(PackId.new()))
+
+
+def test_a_link_that_leads_nowhere_is_no_file(store: LocalStore) -> None:
+    path = put(store, b"x")
+    for name, leads_to in (("itself", "itself"), ("gone", "nothing")):
+        (store.folder / path.text).with_name(name).symlink_to(leads_to)
+    assert [file.path for file in store.list(layout.PACKS)] == [path]
 
 
 def test_a_writer_killed_half_way_leaves_nothing_under_a_final_name(tmp_path: Path) -> None:

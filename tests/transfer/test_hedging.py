@@ -10,6 +10,7 @@ import pytest
 from weightyard.transfer.hedging import ENOUGH_SAMPLES, LEAST_DELAY_S, HedgeBudget, Pace, Race
 
 MIB = 1 << 20
+LONG_S = 60.0
 
 
 def test_nothing_is_hedged_before_anything_was_measured() -> None:
@@ -80,17 +81,17 @@ def test_a_first_read_that_failed_waits_for_the_second() -> None:
     race.begin_second()
     later = threading.Timer(0.1, race.second_ended, ("theirs",))
     later.start()
-    assert race.first_failed(10) == "theirs"
+    assert race.first_failed(LONG_S) == "theirs"
     later.join()
 
 
 def test_a_first_read_does_not_wait_for_a_second_that_failed_or_never_was() -> None:
     alone: Race[str] = Race(None)
     began = time.monotonic()
-    assert alone.first_failed(10) is None
+    assert alone.first_failed(LONG_S) is None
     assert not alone.begin_second(), "it is over"
     chased: Race[str] = Race(0.0)
     chased.begin_second()
     chased.second_ended(None)
-    assert chased.first_failed(10) is None
-    assert time.monotonic() - began < 5
+    assert chased.first_failed(LONG_S) is None
+    assert time.monotonic() - began < LONG_S / 2

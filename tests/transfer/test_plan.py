@@ -50,6 +50,17 @@ def test_a_block_left_out_in_between_is_not_fetched() -> None:
     assert [run.start for run in runs] == [blocks[0].offset, blocks[2].offset]
 
 
+def test_a_small_gap_is_fetched_unless_it_is_somebody_elses_to_read() -> None:
+    builder = PackBuilder(PACK)
+    blocks = [
+        builder.add(encode(bytes([number]) * 4096, hint=Codec.RAW).encoding) for number in range(3)
+    ]
+    wanted = [want(blocks[0], 0, 4096), want(blocks[2], 0, 4096)]
+    known = {block.encoding.block: [block] for block in blocks}
+    assert [run.length for run in plan_reads(wanted, known)] == [3 * 4096]
+    assert [run.length for run in plan_reads(wanted, known, gap_bytes=16)] == [4096, 4096]
+
+
 def test_of_a_block_only_the_chunks_wanted_are_fetched() -> None:
     (block,) = placed(1)
     (run,) = plan([want(block, CHUNK_BYTES + 5, CHUNK_BYTES)], [block])

@@ -13,7 +13,13 @@ from strategies import content
 
 from weightyard.codec import encode, encode_delta
 from weightyard.codec.arena import ARENA_BYTES
-from weightyard.errors import BadSetting, Cancelled, DeadlineExceeded, StaleLocation
+from weightyard.errors import (
+    BadSetting,
+    Cancelled,
+    DataNodeFailed,
+    DeadlineExceeded,
+    StaleLocation,
+)
 from weightyard.format.block import MIB, Codec, block_id
 from weightyard.format.dtypes import DType
 from weightyard.format.pack import PACK_HEADER, PackBuilder, padding
@@ -22,10 +28,11 @@ from weightyard.names import BlockId, PackId, UploadId
 from weightyard.storage import layout
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.local import LocalStore
-from weightyard.storage.store import Location, Read, ReadPath, Replica, Served, Store
+from weightyard.storage.store import Location, Read, ReadPath, Replica, Served, Span, Store
 from weightyard.testing.faults import FaultyStore
 from weightyard.transfer.catalogue import MemoryCatalogue
 from weightyard.transfer.decoding import cores
+from weightyard.transfer.hedging import ENOUGH_SAMPLES
 from weightyard.transfer.learned import Learned, learned_of
 from weightyard.transfer.locations import LIFE_S, MOST_LOCATIONS, Locations
 from weightyard.transfer.plan import Wanted
@@ -36,6 +43,7 @@ from weightyard.transfer.source import MemorySource
 from weightyard.transfer.writer import Content, WriteOptions, Writer
 
 BLOCK_BYTES = 8 * MIB
+LIMIT_S = 60.0
 
 
 class Filled:
@@ -172,13 +180,12 @@ def test_many_deltas_that_store_next_to_nothing_stay_within_the_budget(tmp_path:
 
 
 def test_a_time_out_bounds_the_whole_read_and_leaves_no_thread(filled: Filled) -> None:
-    slow = FaultyStore(filled.store, on_call=lambda index, name: time.sleep(0.1))
-    began = time.monotonic()
+    slow = FaultyStore(filled.store, on_call=lambda index, name: time.sleep(0.2))
     with pytest.raises(DeadlineExceeded, match="bytes are done"):
         Reader(slow, filled.catalogue, threads=1, learned=Learned()).read(
             wanted(filled.buffers()), timeout_s=0.3
         )
-    assert time.monotonic() - began < 2
+    assert slow.calls.count("read") < len(filled.catalogue.packs), "the others are not begun"
     assert own_threads() == []
 
 
@@ -196,15 +203,89 @@ def test_an_exception_in_a_hook_ends_the_read_and_leaves_no_thread(
 
 def test_another_thread_can_cancel_a_read(filled: Filled) -> None:
     cancel = Cancel()
-    slow = FaultyStore(filled.store, on_call=lambda index, name: time.sleep(0.05))
-    timer = threading.Timer(0.2, cancel.cancel)
-    timer.start()
+    is_reading, is_cancelled = threading.Event(), threading.Event()
+
+    def hold(index: int, name: str) -> None:
+        if name == "read":
+            is_reading.set()
+            is_cancelled.wait(LIMIT_S)
+
+    def cancel_it() -> None:
+        is_reading.wait(LIMIT_S)
+        cancel.cancel()
+        is_cancelled.set()
+
+    held = FaultyStore(filled.store, on_call=hold)
+    other = threading.Thread(target=cancel_it)
+    other.start()
     with pytest.raises(Cancelled):
-        Reader(slow, filled.catalogue, threads=1).read(wanted(filled.buffers()), cancel=cancel)
-    timer.join()
+        Reader(held, filled.catalogue, threads=1).read(wanted(filled.buffers()), cancel=cancel)
+    other.join()
     assert own_threads() == []
     with pytest.raises(Cancelled):
-        Reader(slow, filled.catalogue).read(wanted(filled.buffers()), cancel=cancel)
+        Reader(held, filled.catalogue).read(wanted(filled.buffers()), cancel=cancel)
+
+
+class OneFailsOneHangs(FaultyStore):
+    """Has two replicas: the first that is asked fails when the second is asked, which hangs."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self._lock_asked = threading.Lock()
+        self._asked = 0
+        self.is_chased = threading.Event()
+
+    def locate(self, path: layout.StorePath) -> Location:
+        found = super().locate(path)
+        replicas = tuple(Replica(f"dn{number}:1", f"dn{number}") for number in range(2))
+        spans = (Span(0, found.length, replicas),)
+        return Location(found.path, found.length, spans)
+
+    def read(
+        self,
+        location: Location,
+        reads: list[Read],
+        *,
+        replica: Replica | None = None,
+        timeout_s: float | None = None,
+        cancel: Cancel | None = None,
+    ) -> Served:
+        with self._lock_asked:
+            self._asked += 1
+            is_first = self._asked == 1
+        assert replica is not None
+        assert cancel is not None
+        if is_first:
+            assert self.is_chased.wait(LIMIT_S)
+            raise DataNodeFailed(replica.datanode, "it is gone")
+        ended = threading.Event()
+        with cancel.ending(ended.set, "hanging"):
+            self.is_chased.set()
+            ended.wait(LIMIT_S)
+        cancel.check("hanging")
+        raise AssertionError("nobody ended it")
+
+
+def test_a_read_that_waits_for_its_second_replica_is_cancelled_too(filled: Filled) -> None:
+    block, data = next(iter(filled.blocks.items()))
+    store, cancel, learned = OneFailsOneHangs(filled.store), Cancel(), Learned()
+    for length in range(10, 30):
+        for _ in range(ENOUGH_SAMPLES):
+            learned.pace.add(1 << length, 0.001)
+    later: list[threading.Timer] = []
+
+    def cancel_soon(event: ReadEvent) -> None:
+        if event.kind is ReadEventKind.HEDGED:
+            later.append(threading.Timer(0.5, cancel.cancel))
+            later[0].start()
+
+    reader = Reader(store, filled.catalogue, learned=learned, on_event=cancel_soon)
+    began = time.monotonic()
+    with pytest.raises(Cancelled):
+        reader.read([Wanted(block, 0, memoryview(bytearray(len(data))))], cancel=cancel)
+    assert 0.4 < time.monotonic() - began < 10
+    assert own_threads() == []
+    later[0].join()
 
 
 def test_a_read_that_succeeds_leaves_no_thread(filled: Filled) -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,12 @@ from weightyard.names import BlockId
 from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.cancel import Cancel
+from weightyard.storage.hdfs.datanode import STALL_S, DataNodeReader
 from weightyard.storage.opening import open_store
 from weightyard.storage.store import Read, ReadPath, Store
 from weightyard.testing.cluster import Daemon, MiniCluster
 from weightyard.transfer.catalogue import MemoryCatalogue
+from weightyard.transfer.estimates import FIRST_PENALTY_S, LONGEST_PENALTY_S
 from weightyard.transfer.hedging import ENOUGH_SAMPLES, HedgeBudget
 from weightyard.transfer.learned import Learned
 from weightyard.transfer.plan import Wanted
@@ -38,8 +41,13 @@ pytestmark = pytest.mark.cluster
 
 BLOCK_BYTES = 4 * MIB
 BLOCKS = 24
-ADDED_S = 3.0
-"""What the death of a replica may cost a read."""
+LIMIT_S = 60.0
+AT_ONCE_S = 15.0
+"""Long for a busy machine, and half of what a read takes that nobody ends: the store's deadline."""
+BUSY_S = 8.0
+"""What a busy machine may add to a time that is promised."""
+ADDED_S = STALL_S + BUSY_S
+"""What the death of a replica may cost a read: that it is waited for once, not by each read."""
 
 
 class Kept:
@@ -93,16 +101,33 @@ def kept(cluster: MiniCluster) -> Iterator[Kept]:
     kept.store.close()
 
 
+@pytest.fixture
+def patient(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
+    """Their store, to which a silent DataNode has not failed: so may one be on a busy machine."""
+    reader = partial(DataNodeReader, stall_s=LIMIT_S)
+    monkeypatch.setattr("weightyard.storage.hdfs.store.DataNodeReader", reader)
+    with kept.opened() as store:
+        yield store
+
+
 class Reading:
     """Reads from one place, and what came of the last one."""
 
-    def __init__(self, kept: Kept, rack: str, learned: Learned, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        kept: Kept,
+        rack: str,
+        learned: Learned,
+        *,
+        store: Store | None = None,
+        threads: int | None = None,
+    ) -> None:
         self.events: list[ReadEvent] = []
         self.learned = learned
         self.took_s = 0.0
         self._kept = kept
         self._reader = Reader(
-            kept.store,
+            store or kept.store,
             kept.catalogue,
             settings=kept.near(rack),
             on_event=self.events.append,
@@ -136,15 +161,15 @@ def paused(daemon: Daemon) -> Iterator[None]:
         daemon.resume()
 
 
-def test_reads_go_to_the_readers_own_rack(kept: Kept) -> None:
-    report = Reading(kept, "/rack-b", unhedged()).read()
+def test_reads_go_to_the_readers_own_rack(kept: Kept, patient: Store) -> None:
+    report = Reading(kept, "/rack-b", unhedged(), store=patient).read()
     assert report.by_path == {ReadPath.DIRECT: report.stored_bytes}
     assert report.by_datanode == {kept.datanode("/rack-b").plan.address: report.stored_bytes}
     assert report.by_distance == {Distance.SAME_RACK: report.stored_bytes}
 
 
-def test_reads_spread_over_equally_near_replicas(kept: Kept) -> None:
-    reading = Reading(kept, "/rack-a", unhedged())
+def test_reads_spread_over_equally_near_replicas(kept: Kept, patient: Store) -> None:
+    reading = Reading(kept, "/rack-a", unhedged(), store=patient)
     report = reading.read()
     far = kept.datanode("/rack-b").plan.address
     near = {one.plan.address for one in kept.cluster.datanodes} - {far}
@@ -152,8 +177,8 @@ def test_reads_spread_over_equally_near_replicas(kept: Kept) -> None:
     assert report.by_distance == {Distance.SAME_RACK: report.stored_bytes}
 
 
-def test_without_a_place_all_replicas_are_equally_near(kept: Kept) -> None:
-    reader = Reader(kept.store, kept.catalogue, learned=unhedged())
+def test_without_a_place_all_replicas_are_equally_near(kept: Kept, patient: Store) -> None:
+    reader = Reader(patient, kept.catalogue, learned=unhedged())
     report = reader.read(kept.wanted()[1])
     assert len(report.by_datanode) == 3
     assert report.by_distance == {Distance.UNKNOWN: report.stored_bytes}
@@ -172,9 +197,10 @@ def test_reads_leave_a_stopped_datanode_and_come_back_to_it(kept: Kept) -> None:
         assert any(near.plan.address in failure for failure in report.failed)
         assert ReadEventKind.REPLICA_FAILED in reading.kinds()
         left_alone = reading.read()
-        assert left_alone.failed_over <= 1, "at most one read tries it"
+        trials = 1 + reading.took_s / FIRST_PENALTY_S
+        assert left_alone.failed_over <= trials, "at most one read at a time tries it"
     kept.cluster.wait_until_live(near)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + LONGEST_PENALTY_S + LIMIT_S
     back: list[ReadEvent] = []
     while near.plan.address not in reading.read().by_datanode:
         back += reading.events
@@ -213,10 +239,10 @@ def test_a_datanode_that_ends_in_the_middle_costs_little_and_no_byte(kept: Kept,
     assert report.failed_over + report.hedges_won >= 1
 
 
-def test_a_slow_read_is_hedged_and_the_quicker_replica_wins(kept: Kept) -> None:
+def test_a_slow_read_is_hedged_and_the_quicker_replica_wins(kept: Kept, patient: Store) -> None:
     near = kept.datanode("/rack-b")
     learned = Learned(hedges=HedgeBudget(burst=1000))
-    reading = Reading(kept, "/rack-b", learned)
+    reading = Reading(kept, "/rack-b", learned, store=patient)
     reading.read()
     for exponent in range(10, 30):
         for _ in range(ENOUGH_SAMPLES):
@@ -232,7 +258,9 @@ def test_a_slow_read_is_hedged_and_the_quicker_replica_wins(kept: Kept) -> None:
     assert report.by_distance[Distance.OTHER_RACK] == report.stored_bytes
 
 
-def test_a_cancelled_direct_read_returns_at_once_and_writes_no_more(kept: Kept) -> None:
+def test_a_cancelled_direct_read_returns_at_once_and_writes_no_more(
+    kept: Kept, patient: Store
+) -> None:
     near = kept.datanode("/rack-b")
     location = kept.store.locate(layout.pack(next(iter(kept.catalogue.packs))))
     (replica,) = [one for one in location.spans[0].replicas if one.rack == "/rack-b"]
@@ -243,12 +271,12 @@ def test_a_cancelled_direct_read_returns_at_once_and_writes_no_more(kept: Kept) 
         timer.start()
         began = time.monotonic()
         with pytest.raises(Cancelled):
-            kept.store.read(location, [Read(0, memoryview(out))], replica=replica, cancel=cancel)
+            patient.read(location, [Read(0, memoryview(out))], replica=replica, cancel=cancel)
         took_s = time.monotonic() - began
         timer.join()
     seen = bytes(out)
     kept.cluster.wait_until_live(near)
-    assert took_s < 1
+    assert took_s < AT_ONCE_S
     assert bytes(out) == seen
 
 
@@ -269,7 +297,7 @@ def connections_to(ports: set[int]) -> int:
 
 
 @pytest.mark.parametrize("why", ["time-out", "ctrl-c", "cancel"])
-def test_giving_up_leaves_no_thread_and_no_connection(kept: Kept, why: str) -> None:
+def test_giving_up_leaves_no_thread_and_no_connection(kept: Kept, patient: Store, why: str) -> None:
     """All DataNodes stand still, so that every read is under way when it is given up."""
     ports = {int(one.plan.address.rpartition(":")[2]) for one in kept.cluster.datanodes}
     raised: type[BaseException] = {
@@ -282,7 +310,7 @@ def test_giving_up_leaves_no_thread_and_no_connection(kept: Kept, why: str) -> N
     timer = threading.Timer(
         0.4, cancel.cancel if why == "cancel" else lambda: os.kill(os.getpid(), signal.SIGINT)
     )
-    with kept.opened() as store:
+    with patient as store:
         reader = Reader(store, kept.catalogue, learned=Learned())
         reader.read(kept.wanted()[1])
         for daemon in kept.cluster.datanodes:
@@ -304,7 +332,7 @@ def test_giving_up_leaves_no_thread_and_no_connection(kept: Kept, why: str) -> N
         left = [one.name for one in threading.enumerate() if one.name.startswith(_THREADS)]
     for daemon in kept.cluster.datanodes:
         kept.cluster.wait_until_live(daemon)
-    assert took_s < 1.5
+    assert took_s < AT_ONCE_S
     assert left == []
     assert connections_to(ports) <= of_others
     assert why == "ctrl-c" or isinstance(caught.value, YardError)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import filecmp
 import json
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from strategies import State, content, states
 
 from weightyard.codec import Encoded, encode, encode_delta
-from weightyard.errors import Conflict, FileMissing, Refused
+from weightyard.errors import Conflict, FileMissing, NotAllowed, Refused
 from weightyard.format import manifest as manifests
 from weightyard.format.assembly import manifest_of
 from weightyard.format.block import MIB, Codec
@@ -27,7 +28,9 @@ from weightyard.storage.opening import open_store
 from weightyard.storage.store import ReadPath, Store
 from weightyard.testing.cluster import MiniCluster
 from weightyard.transfer.catalogue import MemoryCatalogue
-from weightyard.transfer.folder import read_folder, write_folder
+from weightyard.transfer.folder import files_in, read_folder, write_folder
+from weightyard.transfer.hedging import HedgeBudget
+from weightyard.transfer.learned import Learned
 from weightyard.transfer.plan import Wanted, wanted_of
 from weightyard.transfer.reader import Reader, read_pack_index
 from weightyard.transfer.source import MemorySource
@@ -193,7 +196,10 @@ def test_a_folder_comes_back_from_hdfs_by_direct_reads(
     options = WriteOptions(replication=2, min_replicas=2)
     writer = Writer(hdfs_store, catalogue.upload(), options)
     manifest = write_folder(writer, model, MIB)
-    report = read_folder(Reader(hdfs_store, catalogue), manifest, tmp_path / "back")
+    # On a busy machine any replica may be slower than another, which is told like a failure.
+    unhedged = Learned(hedges=HedgeBudget(share=0, burst=0))
+    reader = Reader(hdfs_store, catalogue, learned=unhedged)
+    report = read_folder(reader, manifest, tmp_path / "back")
     _assert_same(model, tmp_path / "back")
     assert set(report.by_path) == {ReadPath.DIRECT}
     assert report.failed == []
@@ -252,6 +258,33 @@ def test_a_link_is_refused_rather_than_followed(folder_store: Store, model: Path
     (model / "link").symlink_to("/etc/hostname")
     with pytest.raises(Refused, match="link"):
         write_folder(Writer(folder_store, MemoryCatalogue().upload()), model, MIB)
+
+
+def test_what_is_no_file_is_refused_rather_than_left_out(model: Path) -> None:
+    os.mkfifo(model / "pipe")
+    with pytest.raises(Refused, match="pipe is neither a file nor a folder"):
+        files_in(model)
+
+
+def test_a_folder_that_cannot_be_read_is_named_rather_than_left_out() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        Path(folder, "config.json").write_text("{}")
+        Path(folder, "shards").mkdir(mode=0o700)
+        Path(folder, "shards", "model.bin").write_bytes(b"x")
+        root = os.geteuid() == 0
+        if root:
+            os.seteuid(65534)  # to root nothing is forbidden
+        else:
+            Path(folder, "shards").chmod(0)
+        try:
+            with pytest.raises(NotAllowed, match="shards"):
+                files_in(Path(folder))
+        finally:
+            if root:
+                os.seteuid(0)
+            else:
+                Path(folder, "shards").chmod(0o700)
 
 
 def test_memory_sources_are_not_copied() -> None:

@@ -211,7 +211,7 @@ def _chosen(session: Session, snapshots: Snapshots, refs: Sequence[str]) -> list
 def _remembered_digest(session: Session, ref: str) -> str | None:
     from weightyard.loader.remembered import Remembered
     from weightyard.names import Ref
-    from weightyard.yard import chosen_url, known_name
+    from weightyard.opening import chosen_url, known_name
 
     settings = session.settings()
     name = known_name(chosen_url(session.url, settings), settings)

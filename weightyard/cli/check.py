@@ -28,8 +28,9 @@ def check(
 ) -> None:
     """Compare the catalogue with the store, and say what to do about what does not fit.
 
-    Missing, short, under-replicated and damaged files, and files without a row. Nothing is
-    removed. Exit code 5 if something is found and not healed.
+    Missing, short, under-replicated and damaged files, files without a row, blocks that lie in no
+    pack, and records that wait to be written. Nothing is removed. Exit code 5 if something is
+    found and not healed.
 
     Examples:
 
@@ -38,10 +39,10 @@ def check(
       weightyard check --read-data --heal
     """
     from weightyard.errors import Damaged
+    from weightyard.opening import current_user
     from weightyard.registry.check import bytes_to_check
     from weightyard.registry.check import check as check_yard
     from weightyard.registry.heal import heal as heal_yard
-    from weightyard.yard import current_user
 
     with session.open() as yard:
         database = yard.registry.database

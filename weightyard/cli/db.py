@@ -79,9 +79,9 @@ def current(session: Session, db: _Db = None) -> None:
 @contextmanager
 def opened_database(session: Session, db: str | None) -> Iterator[Database]:
     """The database named, or else the one of the session's store; its schema may be any."""
+    from weightyard.opening import open_database, store_url
     from weightyard.registry.database import Database
     from weightyard.storage.opening import open_store
-    from weightyard.yard import open_database, store_url
 
     settings = session.settings()
     if (url := db or settings.db) is not None:

@@ -29,7 +29,7 @@ def init(
         Literal["yard", "project"] | None,
         typer.Option(
             help="Store equal content once in the yard (the default), or once in each project, so "
-            "that none can learn what another has. Chosen when the yard is made.",
+            "that no token learns what other projects have. Chosen when the yard is made.",
         ),
     ] = None,
 ) -> None:
@@ -49,11 +49,11 @@ def init(
     from weightyard.cli.db import opened_database, shown_url
     from weightyard.cli.tables import facts
     from weightyard.cli.wording import size
+    from weightyard.opening import store_url
     from weightyard.registry import binding, migrate
     from weightyard.registry.schema import Dedup
     from weightyard.storage.opening import open_store
     from weightyard.storage.store import Ownership
-    from weightyard.yard import store_url
 
     ownership = Ownership(owner=owner, group=group, folder_mode=_mode(mode or "0755"))
     settings = session.settings()

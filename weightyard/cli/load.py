@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from weightyard.cli.options import RefArgument
 from weightyard.cli.session import Session, command
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from weightyard.loader.report import LoadReport
+    from weightyard.records import Version
 
 
 @command
 def load(
     session: Session,
-    ref: Annotated[
-        str, typer.Argument(metavar="REF", help="PROJECT/NAME, with @ALIAS, @v3 or @DIGEST.")
-    ],
+    ref: RefArgument,
     device: Annotated[str, typer.Option(help="Such as cpu, cuda or cuda:1.")] = "cpu",
     files: Annotated[
         list[str] | None,
@@ -57,14 +57,14 @@ def load(
 
     device_of(device)
     how: Literal["fast", "full"] = "full" if verify else "fast"
-    reports: list[LoadReport] = []
+    loaded: list[tuple[Version, LoadReport]] = []
     with session.open() as yard:
-        version = resolve(yard, ref)
-        total_bytes = None if files or tensors else version.logical_bytes
+        meant = resolve(yard, ref)
+        total_bytes = None if files or tensors else meant.logical_bytes
         for _ in range(repeat):
             with session.progress("Loading", total_bytes) as advance:
                 weights = yard.load(
-                    version.ref,
+                    ref,  # as it was typed: so this node remembers it, for working offline
                     device,
                     files=files,
                     tensors=tensors,
@@ -73,9 +73,10 @@ def load(
                     cache=cache,
                     progress=advance,
                 )
-            reports.append(weights.report)
+            loaded.append((weights.version, weights.report))
             del weights  # before the next ones: there may be room for one load only
-    best = min(reports, key=lambda one: one.seconds)
+    version, best = min(loaded, key=lambda one: one[1].seconds)
+    reports = [one for _, one in loaded]
     result = {
         "ref": version.ref,
         "version": version.number,
@@ -101,27 +102,52 @@ def _show(console: Console, best: LoadReport, reports: list[LoadReport]) -> None
 
 
 def _show_report(console: Console, report: LoadReport) -> None:
+    """What happened; what did not is left out."""
     from weightyard.cli.tables import facts, table
     from weightyard.cli.wording import size
+    from weightyard.storage.store import ReadPath
 
+    read = f"{size(report.read_bytes)}, {report.amplification:.2f} × the tensors"
+    stored = f"{size(report.stored_bytes)} in {report.requests} requests"
+    is_elsewhere = set(report.read_paths) != {ReadPath.LOCAL}
     facts(
         console,
         [
             ("seconds", f"{report.seconds:.3f}"),
             ("rate", f"{size(int(report.bytes_per_s))}/s"),
-            ("read", f"{size(report.read_bytes)}, {report.amplification:.2f} × the tensors"),
-            ("from the store", f"{size(report.stored_bytes)} in {report.requests} requests"),
+            ("read", read if report.requests else ""),
+            ("from the store", stored if report.requests else ""),
             ("from a snapshot", "yes" if report.from_snapshot else ""),
+            ("ref", _resolved(report.resolved_s_ago)),
             ("way", _shares(report.read_paths)),
-            ("DataNodes", _shares(report.datanodes)),
+            ("DataNodes", _shares(report.datanodes) if is_elsewhere else ""),
+            ("hosts", _shares(report.hosts) if is_elsewhere else ""),
+            ("distance", _shares(report.distances) if is_elsewhere else ""),
+            ("hedged", str(report.hedged) if report.hedged else ""),
+            ("failed over", str(report.failed_over) if report.failed_over else ""),
             ("failed on the way", "; ".join(report.failed[:3])),
         ],
     )
-    table(
-        console,
-        ["stage", "seconds"],
-        [(stage, f"{seconds:.3f}") for stage, seconds in report.stages.items()],
-    )
+    table(console, ["stage", "seconds", ""], _stages(report.stages))
+
+
+def _resolved(age_s: float | None) -> str:
+    """How old the answer is by which a ref was resolved, where the yard was not asked."""
+    return "" if age_s is None else f"as it was when this node last asked, {age_s:.0f} s ago"
+
+
+def _stages(stages: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
+    """Those that happened; those that are sums over threads below the one they are part of."""
+    from weightyard.loader.report import OF_READ
+
+    for stage, seconds in stages.items():
+        if stage in OF_READ or not seconds:
+            continue
+        yield stage, f"{seconds:.3f}", ""
+        if stage == "read":
+            for part in OF_READ:
+                if took_s := stages.get(part):
+                    yield f"· {part}", f"{took_s:.3f}", "of it, over all threads"
 
 
 def _shares(amounts: Mapping[str, int]) -> str:

@@ -1,4 +1,4 @@
-"""`weightyard ls`: models, or the versions of one."""
+"""`weightyard ls`: models or runs, or the versions of one."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 def ls(
     session: Session,
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A model, to list its versions.")
+        str | None, typer.Argument(metavar="[NAME]", help="A model or run, to list its versions.")
     ] = None,
+    runs: Annotated[bool, typer.Option("--runs", help="List the runs, not the models.")] = False,
 ) -> None:
     """List the models, or the versions of one, the newest first.
+
+    A run is what a training writes checkpoints to; these are its versions.
 
     Examples:
 
@@ -31,12 +34,23 @@ def ls(
 
       weightyard ls team/bert
 
+      weightyard ls --runs
+
       weightyard ls team/bert --json
     """
     from weightyard.cli.refs import all_models, all_versions, find_model, version_json
     from weightyard.names import ModelName
 
+    if runs and name is not None:
+        raise typer.BadParameter("--runs lists them all: leave out NAME")
     with session.open() as yard:
+        if runs:
+            found = list(all_models(yard, kind="run"))
+            session.show(
+                {"runs": [run.model_dump(mode="json") for run in found]},
+                lambda console: _show_runs(console, found),
+            )
+            return
         if name is None:
             models = list(all_models(yard))
             session.show(
@@ -76,6 +90,31 @@ def _show_models(console: Console, models: Sequence[Model]) -> None:
     )
 
 
+def _show_runs(console: Console, runs: Sequence[Model]) -> None:
+    from weightyard.cli.tables import table
+    from weightyard.cli.wording import when
+
+    if not runs:
+        console.print("No runs yet: a training that saves checkpoints makes one", markup=False)
+        return
+    table(
+        console,
+        ["run", "versions", "latest", "generation", "aliases", "created", "by"],
+        [
+            (
+                run.name,
+                str(run.versions),
+                "" if run.latest_step is None else f"step-{run.latest_step}",
+                str(run.generation),
+                ", ".join(f"{alias}=v{number}" for alias, number in run.aliases.items()),
+                when(run.created),
+                run.created_by,
+            )
+            for run in runs
+        ],
+    )
+
+
 def _show_versions(console: Console, model: Model, versions: Sequence[Version]) -> None:
     from weightyard.cli.tables import clean, table
     from weightyard.cli.wording import size, when
@@ -83,12 +122,14 @@ def _show_versions(console: Console, model: Model, versions: Sequence[Version]) 
     if not versions:
         console.print(f"{model.name} has no versions", markup=False)
         return
+    is_run = model.kind == "run"
     table(
         console,
-        ["version", "aliases", "size", "created", "by", "message"],
+        ["version", *(["step"] if is_run else []), "aliases", "size", "created", "by", "message"],
         [
             (
                 f"v{version.number}" + (" (damaged)" if version.damaged else ""),
+                *([f"{version.step}"] if is_run else []),
                 ", ".join(version.aliases),
                 size(version.logical_bytes),
                 when(version.created),

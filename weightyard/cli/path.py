@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import time
-from typing import Annotated
 
-import typer
-
+from weightyard.cli.options import Excluded, Included, RefArgument
 from weightyard.cli.session import Session, command
 from weightyard.errors import NoSuchThing
 
@@ -14,16 +12,9 @@ from weightyard.errors import NoSuchThing
 @command
 def path(
     session: Session,
-    ref: Annotated[
-        str, typer.Argument(metavar="REF", help="PROJECT/NAME, with @ALIAS, @v3 or @DIGEST.")
-    ],
-    include: Annotated[
-        list[str] | None,
-        typer.Option(metavar="G", help="Only files that fit, such as '*.safetensors'."),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(metavar="G", help="No files that fit.")
-    ] = None,
+    ref: RefArgument,
+    include: Included = None,
+    exclude: Excluded = None,
 ) -> None:
     """Print the folder with a version's real files on this node; they are fetched if need be.
 

@@ -8,27 +8,23 @@ from typing import Annotated
 
 import typer
 
+from weightyard.cli.options import Excluded, Included, RefArgument
 from weightyard.cli.session import Session, command
+from weightyard.errors import NoSuchThing
 
 
 @command
 def pull(
     session: Session,
-    ref: Annotated[
-        str, typer.Argument(metavar="REF", help="PROJECT/NAME, with @ALIAS, @v3 or @DIGEST.")
-    ],
+    ref: RefArgument,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made if it is not there.")],
-    include: Annotated[
-        list[str] | None,
-        typer.Option(metavar="G", help="Only files that fit, such as '*.safetensors'."),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(metavar="G", help="No files that fit.")
-    ] = None,
+    include: Included = None,
+    exclude: Excluded = None,
 ) -> None:
     """Put a version's files into a folder, bit for bit.
 
-    Each file appears when it is whole. What is there already is never overwritten.
+    Each file appears when it is whole. What is there already is never overwritten. A pushed state
+    dict comes as model.safetensors.
 
     Examples:
 
@@ -38,16 +34,16 @@ def pull(
     """
     from weightyard.cli.refs import resolve
     from weightyard.cli.wording import count, size
-    from weightyard.transfer.gather import is_wanted
+    from weightyard.loader.building import Choice, plan_snapshot
 
     began = time.monotonic()
     with session.open() as yard:
-        version = resolve(yard, ref)
-        files = [
-            file
-            for file in yard.manifest(version.ref).files
-            if is_wanted(file.path, include, exclude)
-        ]
+        try:
+            version, manifest = yard.use(ref)  # as it was typed: so this node remembers it
+        except NoSuchThing:
+            resolve(yard, ref)  # which says what is near
+            raise
+        files = plan_snapshot(manifest, Choice(include, exclude)).files
         total_bytes = sum(file.bytes for file in files)
         with session.progress("Pulling", total_bytes) as advance:
             yard.pull(version.ref, folder, include=include, exclude=exclude, progress=advance)

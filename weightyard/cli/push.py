@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from weightyard.cli.options import Excluded, Included
 from weightyard.cli.session import Session, command
 
 if TYPE_CHECKING:
@@ -35,13 +36,8 @@ def push(
     tag: Annotated[
         list[str] | None, typer.Option(metavar="K=V", help="A label; may be repeated.")
     ] = None,
-    include: Annotated[
-        list[str] | None,
-        typer.Option(metavar="G", help="Only files that fit, such as '*.safetensors'."),
-    ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(metavar="G", help="No files that fit, such as 'logs/*'.")
-    ] = None,
+    include: Included = None,
+    exclude: Excluded = None,
     replication: Annotated[
         int | None, typer.Option(metavar="N", min=1, max=512, help="Copies in HDFS.")
     ] = None,

@@ -37,9 +37,9 @@ def rebuild(
       weightyard --yard /backup/yard rebuild --adopt
     """
     from weightyard.cli.db import opened_database, shown_url
+    from weightyard.opening import current_user, store_url
     from weightyard.registry.rebuild import rebuild as rebuild_registry
     from weightyard.storage.opening import open_store
-    from weightyard.yard import current_user, store_url
 
     settings = session.settings()
     with (

@@ -33,10 +33,10 @@ def find_model(yard: Yard, name: str) -> Model:
         raise NoSuchThing(f"{why}{_near(yard, Ref(model))}") from None
 
 
-def all_models(yard: Yard) -> Iterator[Model]:
-    """Every model, page by page."""
+def all_models(yard: Yard, kind: str = "model") -> Iterator[Model]:
+    """Every model, or every run, page by page."""
     after: ModelName | None = None
-    while page := yard.catalogue.models(after=after, limit=_PAGE):
+    while page := yard.catalogue.models(kind=kind, after=after, limit=_PAGE):
         yield from page
         after = ModelName.parse(page[-1].name)
 
@@ -55,7 +55,7 @@ def version_json(version: Version) -> dict[str, Any]:
 
 
 def _near(yard: Yard, ref: Ref) -> str:
-    models = yard.catalogue.models(limit=_PAGE)
+    models = yard.catalogue.models(kind=None, limit=_PAGE)
     found = next((model for model in models if model.name == str(ref.model)), None)
     if found is None:
         names = [model.name for model in models]
@@ -65,5 +65,6 @@ def _near(yard: Yard, ref: Ref) -> str:
         return "" if names else ". There are no models yet: `weightyard push FOLDER PROJECT/NAME`"
     if found.latest is None:
         return f". {found.name} has no versions"
-    selectors = [*sorted(found.aliases), f"v{found.latest}"]
+    newest = f"v{found.latest}" if found.latest_step is None else f"step-{found.latest_step}"
+    selectors = [*sorted(found.aliases), newest]
     return f". {found.name} has @{', @'.join(selectors)} (`weightyard ls {found.name}` lists all)"

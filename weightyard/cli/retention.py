@@ -9,7 +9,7 @@ import typer
 from weightyard.cli.session import Session, command
 
 if TYPE_CHECKING:
-    from weightyard.records import Retention
+    from weightyard.records import KeepBest, Retention
 
 
 @command
@@ -21,6 +21,16 @@ def retention(
     ] = None,
     ttl: Annotated[
         str | None, typer.Option(metavar="T", help="Keep for so long after the last use: 30d.")
+    ] = None,
+    keep_every: Annotated[
+        int | None,
+        typer.Option(metavar="N", min=1, help="Of a run: keep steps that are multiples of N."),
+    ] = None,
+    keep_best: Annotated[
+        str | None,
+        typer.Option(
+            metavar="METRIC:MODE:N", help="Keep the N best by a metric; MODE is min or max."
+        ),
     ] = None,
     off: Annotated[bool, typer.Option("--off", help="Keep everything again.")] = False,
 ) -> None:
@@ -35,29 +45,54 @@ def retention(
 
       weightyard retention team/bert --keep-last 10 --ttl 30d
 
+      weightyard retention team/run42 --keep-last 3 --keep-every 1000 --keep-best loss:min:2
+
       weightyard retention team/bert --off
     """
+    from pydantic import ValidationError
+
     from weightyard.cli.refs import find_model
     from weightyard.cli.wording import parse_span
     from weightyard.names import ModelName
     from weightyard.records import Retention
 
-    if off and (keep_last is not None or ttl is not None):
-        raise typer.BadParameter("--off stands alone")
     try:
         ttl_s = None if ttl is None else int(parse_span(ttl))
     except ValueError as why:
         raise typer.BadParameter(str(why), param_hint="--ttl") from None
+    best = None if keep_best is None else _best(keep_best)
+    try:
+        wanted = Retention(keep_last=keep_last, ttl_s=ttl_s, keep_every=keep_every, keep_best=best)
+    except ValidationError as why:
+        first = why.errors()[0]
+        raise typer.BadParameter(f"{first['loc'][0]}: {first['msg']}") from None
+    says_something = wanted != Retention()
+    if off and says_something:
+        raise typer.BadParameter("--off stands alone")
     with session.open() as yard:
         rules = find_model(yard, name).retention
-        if off or keep_last is not None or ttl_s is not None:
-            rules = None if off else Retention(keep_last=keep_last, ttl_s=ttl_s)
+        if off or says_something:
+            rules = None if off else wanted
             yard.set_retention(name, rules)
     model = str(ModelName.parse(name))
     result = {"model": model, "retention": rules.model_dump(mode="json") if rules else None}
     session.show(
         result, lambda console: console.print(f"{model}: {_described(rules)}", markup=False)
     )
+
+
+def _best(text: str) -> KeepBest:
+    from pydantic import ValidationError
+
+    from weightyard.records import KeepBest
+
+    metric, mode, count = ["", "", "", *text.rsplit(":", 2)][-3:]
+    try:
+        return KeepBest.model_validate({"metric": metric, "mode": mode, "count": count})
+    except ValidationError:
+        raise typer.BadParameter(
+            "a metric, min or max, and how many: loss:min:3", param_hint="--keep-best"
+        ) from None
 
 
 def _described(rules: Retention | None) -> str:
@@ -70,4 +105,9 @@ def _described(rules: Retention | None) -> str:
         parts.append(f"the newest {rules.keep_last} stay")
     if rules.ttl_s is not None:
         parts.append(f"each stays for {span(rules.ttl_s)} after its last use")
+    if rules.keep_every is not None:
+        parts.append(f"every step that is a multiple of {rules.keep_every} stays")
+    if (best := rules.keep_best) is not None:
+        how = "lowest" if best.mode == "min" else "highest"
+        parts.append(f"the {best.count} with the {how} {best.metric} stay")
     return " and ".join(parts)

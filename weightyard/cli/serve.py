@@ -47,8 +47,8 @@ def serve(
         from weightyard.service.serving import serve as answer
     except ModuleNotFoundError as why:
         raise Unsupported(f"serving needs {why.name}: install weightyard[service]") from None
+    from weightyard.opening import open_database, store_url
     from weightyard.storage.opening import open_store
-    from weightyard.yard import open_database, store_url
 
     _log_everything()
     settings = session.settings()

@@ -69,7 +69,7 @@ class Session:
 
     def open(self) -> Yard:
         """The yard that the options, else the environment, name."""
-        from weightyard.yard import open_yard
+        from weightyard.opening import open_yard
 
         return open_yard(self.url, token=self.token, settings=self.settings())
 

@@ -6,15 +6,14 @@ from typing import Annotated
 
 import typer
 
+from weightyard.cli.options import RefArgument
 from weightyard.cli.session import Session, command
 
 
 @command
 def set_(
     session: Session,
-    ref: Annotated[
-        str, typer.Argument(metavar="REF", help="PROJECT/NAME, with @ALIAS, @v3 or @DIGEST.")
-    ],
+    ref: RefArgument,
     replication: Annotated[
         int | None, typer.Option(metavar="N", min=1, max=512, help="Copies in HDFS.")
     ] = None,

@@ -21,7 +21,10 @@ _FEW = 20
 def show(
     session: Session,
     ref: Annotated[
-        str, typer.Argument(metavar="REF", help="PROJECT/NAME, with @ALIAS, @v3 or @DIGEST.")
+        str,
+        typer.Argument(
+            metavar="REF", help="PROJECT/NAME, with @ALIAS, @v3, @step-1200 or @DIGEST."
+        ),
     ],
     tensors: Annotated[bool, typer.Option("--tensors", help="List the tensors too.")] = False,
 ) -> None:
@@ -32,6 +35,8 @@ def show(
       weightyard show team/bert@prod
 
       weightyard show team/bert@v3 --tensors
+
+      weightyard show team/run42@step-1200
 
       weightyard show team/bert@v3 --json
     """
@@ -81,6 +86,7 @@ def _show(
         console,
         [
             ("damaged", "yes: some of its bytes are missing or wrong" if version.damaged else ""),
+            ("step", "" if version.step is None else f"{version.step}"),
             ("aliases", ", ".join(version.aliases)),
             ("message", version.message),
             ("created", f"{when(version.created)} by {version.author or 'nobody named'}"),
@@ -89,7 +95,8 @@ def _show(
             ("metrics", _pairs(version.metrics)),
             ("tags", _pairs(version.tags)),
             ("digest", version.digest),
-            ("files", f"{count(version.files, 'file')}, {size(version.logical_bytes)}"),
+            ("size", size(version.logical_bytes)),
+            ("files", count(version.files, "file")),
             (
                 "tensors",
                 count(version.tensors, "tensor")
@@ -99,6 +106,7 @@ def _show(
             ("replication", str(version.replication or "")),
             ("policy", version.policy or ""),
             ("stored", f"{size(cost.stored_bytes)} in {count(cost.packs, 'pack')}"),
+            ("NameNode", f"{count(cost.namenode_objects, 'object')}, files and blocks"),
             ("with copies", size(cost.replicated_bytes)),
             ("only here", f"{size(cost.unique_bytes)}, {size(cost.unique_stored_bytes)} stored"),
             ("cold load", size(cost.cold_load_bytes)),

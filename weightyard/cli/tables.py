@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rich.console import Console
 
-_RIGHT = ("size", "new", "bytes", "stored", "versions")
+_RIGHT = ("size", "new", "bytes", "stored", "versions", "step", "generation")
 
 
 def clean(text: str, *, longest: int | None = None) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -12,17 +13,27 @@ from urllib.parse import quote
 
 import httpx
 
+from weightyard.client.blocks import ServiceReader
 from weightyard.client.connection import Connection
 from weightyard.client.fetching import fetch
 from weightyard.client.locating import ServiceLocator
-from weightyard.client.upload import HttpUpload
+from weightyard.client.upload import HttpUpload, placements_at
 from weightyard.client.watching import watched
 from weightyard.closing import Closing
 from weightyard.errors import NoSuchThing
 from weightyard.format import manifest as manifests
 from weightyard.format.manifest import Manifest
 from weightyard.format.pack import Placement
-from weightyard.names import AliasName, BlockId, Digest, FilePath, ModelName, Ref, TokenName
+from weightyard.names import (
+    AliasName,
+    BlockId,
+    Digest,
+    FilePath,
+    ModelName,
+    Ref,
+    TokenName,
+    UploadId,
+)
 from weightyard.records import (
     About,
     Alias,
@@ -36,19 +47,20 @@ from weightyard.records import (
     ReadLease,
     Retention,
     Role,
+    Run,
     Token,
     Version,
 )
 from weightyard.settings import Settings
 from weightyard.storage.cancel import Cancel
+from weightyard.storage.deadline import NEVER, Deadline
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import ANYTHING, Anything
 from weightyard.transfer.watching import Sighting
 from weightyard.wire import (
-    MAX_CLAIMED,
     AliasTarget,
     Annotation,
-    BlockList,
+    GenerationWanted,
     Keeping,
     LeaseRenewed,
     LeaseWanted,
@@ -56,16 +68,15 @@ from weightyard.wire import (
     ModelMade,
     OpenedUpload,
     Page,
-    Placed,
     Reason,
     TokenWanted,
     body,
-    placements_by_block,
 )
 
 _T = TypeVar("_T")
 
 _PAGE = 1000
+_RELEASE_S = 2.0
 
 
 class HttpCatalogue(Closing):
@@ -94,16 +105,14 @@ class HttpCatalogue(Closing):
         return self.connection.get("/about", About)
 
     def placements(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
-        found: dict[BlockId, Sequence[Placement]] = {}
-        for start in range(0, len(blocks), MAX_CLAIMED):
-            wanted = BlockList(blocks=[block.hex for block in blocks[start : start + MAX_CLAIMED]])
-            answer = self.connection.send("POST", "/placements", Placed, body=wanted, again=True)
-            found |= placements_by_block(answer)
-        return found
+        return placements_at(self.connection, "/placements", blocks)
 
-    def resolve(self, ref: Ref, *, deadline_s: float | None = None) -> Version:
+    def resolve(
+        self, ref: Ref, *, deadline_s: float | None = None, within_s: float = math.inf
+    ) -> Version:
+        """As a Registry does; `deadline_s`, `within_s`: as of `Connection.ask`."""
         path = f"{_path(ref.model)}/resolve/{_selector(ref)}"
-        return self.connection.get(path, Version, deadline_s=deadline_s)
+        return self.connection.get(path, Version, deadline_s=deadline_s, within_s=within_s)
 
     def watch(self, ref: Ref, *, poll_s: float, stop: Cancel) -> Iterator[Sighting]:
         resolve = partial(self.resolve, ref, deadline_s=0.0)
@@ -113,14 +122,16 @@ class HttpCatalogue(Closing):
         """Who tells where packs lie, for those who read DataNodes and ask no NameNode."""
         return ServiceLocator(self.connection, settings)
 
-    def manifest(self, ref: Ref) -> Manifest:
+    def manifest(self, ref: Ref, deadline: Deadline = NEVER) -> Manifest:
         """What a version consists of, for those who cannot reach the store. Its digest is checked.
 
         Raises ManifestInvalid, NoSuchThing.
         """
-        version = self.resolve(ref)
+        doing = f"asking for the manifest of {ref}"
+        version = self.resolve(ref, within_s=deadline.left(doing))
         path = f"{_path(ref.model)}/versions/{version.number}/manifest"
-        text = self.connection.ask("GET", path, again=True).content
+        left_s = deadline.left(doing)
+        text = self.connection.ask("GET", path, again=True, within_s=left_s).content
         return manifests.from_json(text, Digest(version.digest))
 
     def fetch_file(
@@ -129,6 +140,7 @@ class HttpCatalogue(Closing):
         path: FilePath,
         out: BinaryIO,
         progress: Callable[[int], None] = lambda done_bytes: None,
+        deadline: Deadline = NEVER,
     ) -> int:
         """Write a file of a version into `out`, for those who cannot reach the store; its length.
 
@@ -136,7 +148,18 @@ class HttpCatalogue(Closing):
         RegistryUnavailable, Damaged.
         """
         target = f"{self._version_path(ref)}/files/{quote(path.text)}"
-        return fetch(self.connection, target, out, progress)
+        return fetch(self.connection, target, out.write, progress, deadline)
+
+    def reader(
+        self, version: Version, manifest: Manifest, deadline: Deadline = NEVER
+    ) -> ServiceReader:
+        """Who reads blocks of a version, for those who cannot reach the store."""
+        path = self._version_path(Ref.parse(version.ref))
+
+        def get(block: BlockId, write: Callable[[bytes], object]) -> int:
+            return fetch(self.connection, f"{path}/blocks/{block}", write, deadline=deadline)
+
+        return ServiceReader(manifest, get)
 
     def model(self, name: ModelName) -> Model:
         return self.connection.get(_path(name), Model)
@@ -202,20 +225,41 @@ class HttpCatalogue(Closing):
         return self.connection.send("POST", path, ReadLease, body=wanted, again=True)
 
     def renew_lease(self, lease_id: int, seconds: float) -> ReadLease:
+        # One try: who renews comes again long before the lease ends.
         wanted = body(LeaseRenewed, seconds=seconds)
         path = f"/leases/{lease_id}"
-        return self.connection.send("PUT", path, ReadLease, body=wanted, again=True)
+        return self.connection.send("PUT", path, ReadLease, body=wanted, again=True, deadline_s=0.0)
 
     def release_lease(self, lease_id: int) -> None:
+        # One short try: a lease that is not released ends by itself, and nobody waits for that.
         with suppress(NoSuchThing):
-            self.connection.send("DELETE", f"/leases/{lease_id}", NoneType, again=True)
+            path = f"/leases/{lease_id}"
+            self.connection.send("DELETE", path, NoneType, deadline_s=0.0, within_s=_RELEASE_S)
 
     def set_retention(self, name: ModelName, retention: Retention | None) -> None:
-        path = f"{_path(name)}/retention"
+        path = self._retention_path(name)
         if retention is None:
             self.connection.send("DELETE", path, NoneType, again=True)
         else:
             self.connection.send("PUT", path, Model, body=retention, again=True)
+
+    def apply_retention(self, name: ModelName) -> list[str]:
+        # Repeated after a lost answer, it leaves out what went the first time.
+        path = f"{self._retention_path(name)}/apply"
+        return self.connection.send("POST", path, Page[str], again=True).items
+
+    def run(self, name: ModelName) -> Run:
+        return self.connection.get(_run_path(name), Run)
+
+    def begin_generation(self, name: ModelName, *, expect: int | None = None) -> Run:
+        # Repeated after a lost answer, one that expects would meet what it did itself.
+        return self.connection.send(
+            "POST",
+            f"{_run_path(name)}/generations",
+            Run,
+            body=body(GenerationWanted, expect=expect),
+            again=expect is None,
+        )
 
     def alias(self, name: ModelName, alias: AliasName) -> int | None:
         try:
@@ -252,12 +296,12 @@ class HttpCatalogue(Closing):
         alias: AliasName,
         *,
         as_of: datetime | None = None,
+        before: int | None = None,
         limit: int = 1000,
     ) -> list[AliasMove]:
-        until = None if as_of is None else as_of.astimezone().isoformat()
-        path = f"{_alias_path(name, alias)}/log"
-        params = {"limit": min(limit, _PAGE), "as_of": until}
-        return self.connection.get(path, Page[AliasMove], params).items
+        first = None if before is None else str(before)
+        until = {} if as_of is None else {"as_of": as_of.astimezone().isoformat()}
+        return self._pages(f"{_alias_path(name, alias)}/log", AliasMove, limit, first, until)
 
     def rollback_alias(self, name: ModelName, alias: AliasName, *, reason: str = "") -> AliasMove:
         path = f"{_alias_path(name, alias)}/rollback"
@@ -268,6 +312,10 @@ class HttpCatalogue(Closing):
         opened = self.connection.send(
             "POST", f"{_path(model)}/uploads", OpenedUpload, body=publication, again=True
         )
+        return HttpUpload(self.connection, opened)
+
+    def join_upload(self, upload: UploadId) -> HttpUpload:
+        opened = self.connection.get(f"/uploads/{upload}", OpenedUpload)
         return HttpUpload(self.connection, opened)
 
     def create_token(self, name: TokenName, role: Role, projects: Sequence[str]) -> NewToken:
@@ -300,6 +348,11 @@ class HttpCatalogue(Closing):
         number = ref.selector if isinstance(ref.selector, int) else self.resolve(ref).number
         return f"{_path(ref.model)}/versions/{number}"
 
+    def _retention_path(self, name: ModelName) -> str:
+        """Of runs writers say what stays, of models admins."""
+        is_run = self.model(name).kind == "run"
+        return f"{_run_path(name) if is_run else _path(name)}/retention"
+
     def _pages(
         self,
         path: str,
@@ -324,6 +377,10 @@ class HttpCatalogue(Closing):
 
 def _path(model: ModelName) -> str:
     return f"/models/{model.project}/{model.name}"
+
+
+def _run_path(name: ModelName) -> str:
+    return f"/runs/{name.project}/{name.name}"
 
 
 def _alias_path(model: ModelName, alias: AliasName) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import random
+import math
+import socket
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -13,6 +14,7 @@ from urllib.parse import urlsplit
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from weightyard import jitter
 from weightyard.client.problems import error_of
 from weightyard.client.sending import Sending
 from weightyard.errors import (
@@ -30,8 +32,15 @@ _T = TypeVar("_T")
 
 PREFIX = "/api/v1"
 
-_TIMEOUT = httpx.Timeout(30.0, connect=5.0, pool=30.0)
-_LONG_TIMEOUT = httpx.Timeout(60.0, connect=5.0, pool=30.0, read=3600.0)
+
+ANSWER_S = 30.0
+"""How long the service may be silent."""
+
+_CONNECT_S = 5.0
+_TIMEOUT = httpx.Timeout(ANSWER_S, connect=_CONNECT_S)
+_PUT_TIMEOUT = httpx.Timeout(60.0, connect=_CONNECT_S, pool=ANSWER_S, read=300.0)
+"""The service answers when a pack is checked and on its DataNodes, one of many perhaps."""
+
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _TRY_AGAIN = frozenset((429, 502, 503, 504))
@@ -80,11 +89,13 @@ class Connection:
         params: Mapping[str, Any] | None = None,
         *,
         deadline_s: float | None = None,
+        within_s: float = math.inf,
     ) -> _T:
         """Read something."""
-        return self._parsed(
-            self.ask("GET", path, params=params, again=True, deadline_s=deadline_s), kind
+        response = self.ask(
+            "GET", path, params=params, again=True, deadline_s=deadline_s, within_s=within_s
         )
+        return self._parsed(response, kind)
 
     def send(
         self,
@@ -96,6 +107,8 @@ class Connection:
         params: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
         again: bool = False,
+        deadline_s: float | None = None,
+        within_s: float = math.inf,
     ) -> _T:
         """Change something; `again`: doing it twice is as good as once."""
         content = None
@@ -104,7 +117,14 @@ class Connection:
             content = body.model_dump_json(exclude_unset=True).encode()
             headers["Content-Type"] = "application/json"
         response = self.ask(
-            method, path, params=params, headers=headers, content=content, again=again
+            method,
+            path,
+            params=params,
+            headers=headers,
+            content=content,
+            again=again,
+            deadline_s=deadline_s,
+            within_s=within_s,
         )
         return self._parsed(response, kind)
 
@@ -119,14 +139,16 @@ class Connection:
         timeout: httpx.Timeout = _TIMEOUT,
         again: bool,
         deadline_s: float | None = None,
+        within_s: float = math.inf,
     ) -> httpx.Response:
         """One request. Raises what the service raised, and RegistryUnavailable.
 
         Where it may be repeated it is, with jitter, until the deadline, which for a body that is
         being sent counts from its last progress. Where not, an answer that was lost is an error:
         whether it happened is unknown, read back. `deadline_s` 0: one try, for who comes again.
+        `within_s` is for all of it, the silence of the service too: then DeadlineExceeded.
         """
-        deadline_s = self._deadline_s if deadline_s is None else deadline_s
+        deadline_s = min(self._deadline_s if deadline_s is None else deadline_s, within_s)
         began = time.monotonic()
         attempt = 0
         given = {name: value for name, value in (params or {}).items() if value is not None}
@@ -141,7 +163,7 @@ class Connection:
                     headers={**_length(content), **(headers or {})},
                     content=content.pieces() if isinstance(content, Sending) else content,
                     follow_redirects=method == "GET",
-                    timeout=timeout,
+                    timeout=_at_most(began + within_s - time.monotonic(), timeout),
                 )
             except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as why:
                 error: Retryable = RegistryUnavailable(f"service {self.host}: {_said(why)}")
@@ -166,26 +188,27 @@ class Connection:
             pause_s = max(pause_s or 0.0, _pause(attempt))
             moved_at = content.moved_at if isinstance(content, Sending) else began
             if time.monotonic() + pause_s > moved_at + deadline_s:
-                if attempt == 1:
+                if attempt == 1 and math.isinf(within_s):
                     raise error
-                raise DeadlineExceeded(f"{error}; tried {attempt} times") from error
+                tried = "once" if attempt == 1 else f"{attempt} times"
+                raise DeadlineExceeded(f"{error}; tried {tried}") from error
             _log.info("service.tried_again", host=self.host, attempt=attempt, reason=error)
             time.sleep(pause_s)
 
-    def put_file(self, path: str, file: Sending, kind: type[_T]) -> _T:
-        """Send a file; how long the service takes to store it depends on its size."""
+    def put(self, path: str, file: Sending) -> None:
+        """Have the service store a file."""
         headers = {"Content-Type": "application/octet-stream"}
-        response = self.ask(
-            "PUT", path, headers=headers, content=file, timeout=_LONG_TIMEOUT, again=True
-        )
-        return self._parsed(response, kind)
+        self.ask("PUT", path, headers=headers, content=file, timeout=_PUT_TIMEOUT, again=True)
 
     @contextmanager
-    def stream(self, path: str, headers: Mapping[str, str]) -> Iterator[httpx.Response]:
+    def stream(
+        self, path: str, headers: Mapping[str, str], *, answer_s: float = ANSWER_S
+    ) -> Iterator[httpx.Response]:
         """An answer that is read while it comes. Raises as `ask`; not tried again."""
+        timeout = httpx.Timeout(answer_s, connect=min(_CONNECT_S, answer_s))
         try:
             with self._http.stream(
-                "GET", path, headers=dict(headers), follow_redirects=True
+                "GET", path, headers=dict(headers), follow_redirects=True, timeout=timeout
             ) as response:
                 if not response.is_success:
                     response.read()
@@ -206,13 +229,34 @@ class Connection:
             ) from None
 
 
+def hang_up(response: httpx.Response) -> None:
+    """Have whoever waits for more of an answer fail at once. From any thread.
+
+    A thread that waits for bytes is woken by the end of the connection, not by its closing.
+    """
+    found = response.extensions["network_stream"].get_extra_info("socket")
+    if isinstance(found, socket.socket):
+        with suppress(OSError):
+            found.shutdown(socket.SHUT_RDWR)
+
+
 def _length(content: bytes | Sending | None) -> dict[str, str]:
     return {"Content-Length": str(content.length)} if isinstance(content, Sending) else {}
 
 
+def _at_most(left_s: float, timeout: httpx.Timeout) -> httpx.Timeout:
+    """A time-out no longer than what is left."""
+    if math.isinf(left_s):
+        return timeout
+    left_s = max(left_s, 0.0)
+    named = timeout.as_dict().items()
+    return httpx.Timeout(
+        **{name: left_s if most_s is None else min(most_s, left_s) for name, most_s in named}
+    )
+
+
 def _pause(attempt: int) -> float:
-    longest = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt)
-    return random.uniform(0, longest)
+    return jitter.up_to(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt))
 
 
 def _asked_pause(response: httpx.Response) -> float | None:

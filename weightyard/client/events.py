@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from functools import partial
 
 import httpx
 from pydantic import ValidationError
 
-from weightyard.client.connection import Connection
+from weightyard.client.connection import Connection, hang_up
 from weightyard.errors import RegistryUnavailable
 from weightyard.records import Event
 from weightyard.storage.cancel import Cancel
@@ -32,8 +30,7 @@ def events(connection: Connection, after: int | None, stop: Cancel) -> Iterator[
     with connection.stream("/events", headers) as response:
         if "text/event-stream" not in response.headers.get("content-type", ""):
             raise RegistryUnavailable(f"service {connection.host}: it has no events")
-        # A thread that waits for bytes is woken by the end of the connection, not by its closing.
-        with stop.ending(partial(_end, response), "listening"):
+        with stop.ending(partial(hang_up, response), "listening"):
             try:
                 yield from parsed(response.iter_bytes())
             except httpx.TransportError as why:
@@ -73,10 +70,3 @@ def _lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
             raise RegistryUnavailable(f"events with a line of over {_MAX_LINE_BYTES} bytes")
         for line in lines:
             yield line.removesuffix(b"\r")
-
-
-def _end(response: httpx.Response) -> None:
-    found = response.extensions["network_stream"].get_extra_info("socket")
-    if isinstance(found, socket.socket):
-        with suppress(OSError):
-            found.shutdown(socket.SHUT_RDWR)

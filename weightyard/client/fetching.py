@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import BinaryIO
+from functools import partial
 
-from weightyard.client.connection import Connection
-from weightyard.errors import Conflict, Retryable
+import httpx
+
+from weightyard.client.connection import ANSWER_S, Connection, hang_up
+from weightyard.errors import Conflict, Retryable, Unsupported
+from weightyard.storage.cancel import ended_by
+from weightyard.storage.deadline import NEVER, Deadline
 
 _PAUSE_S = 0.2
 _GIVE_UP_S = 30.0
@@ -17,35 +21,50 @@ _GIVE_UP_S = 30.0
 def fetch(
     connection: Connection,
     path: str,
-    out: BinaryIO,
+    write: Callable[[bytes], object],
     progress: Callable[[int], None] = lambda done_bytes: None,
+    deadline: Deadline = NEVER,
 ) -> int:
-    """Write what is at a path into `out`; returns the length. `progress` is told of bytes done.
+    """Hand what is at a path to `write`, piece by piece; its length. `progress`: of bytes done.
 
-    Raises what the service raises, Conflict if it became another file meanwhile.
+    Raises what the service raises, Conflict if it became another file meanwhile, DeadlineExceeded,
+    Cancelled.
     """
     done_bytes = 0
     file_bytes: int | None = None
     tag: str | None = None
     progress_at = time.monotonic()
     while done_bytes != file_bytes:
-        headers = {"Range": f"bytes={done_bytes}-"} if done_bytes else {}
-        if done_bytes and tag is not None:
-            headers["If-Range"] = tag
+        # Bytes are counted as they are: whoever is in between must not compress them.
+        headers = {"Accept-Encoding": "identity"}
+        if done_bytes:
+            headers["Range"] = f"bytes={done_bytes}-"
+            if tag is not None:
+                headers["If-Range"] = tag
+        answer_s = deadline.left_at_most(ANSWER_S, f"fetching {path}")
         try:
-            with connection.stream(path, headers) as response:
+            with connection.stream(path, headers, answer_s=answer_s) as response:
                 if done_bytes and response.status_code != 206:
                     raise Conflict(f"{path} changed while it was read: begin again")
                 tag = response.headers.get("etag")
                 if file_bytes is None:
-                    file_bytes = int(response.headers["content-length"])
-                for piece in response.iter_bytes():
-                    out.write(piece)
-                    done_bytes += len(piece)
-                    progress(len(piece))
-                    progress_at = time.monotonic()
+                    file_bytes = _length(connection, response)
+                with ended_by(deadline.cancel, partial(hang_up, response), f"fetching {path}"):
+                    for piece in response.iter_bytes():
+                        write(piece)
+                        done_bytes += len(piece)
+                        progress(len(piece))
+                        progress_at = time.monotonic()
         except Retryable:
             if time.monotonic() - progress_at > _GIVE_UP_S:
                 raise
             time.sleep(_PAUSE_S)
     return done_bytes
+
+
+def _length(connection: Connection, response: httpx.Response) -> int:
+    """Of all that is to come, without which nobody can tell whether it came."""
+    said = response.headers.get("content-length", "")
+    if not (said.isascii() and said.isdecimal() and len(said) < 19):
+        raise Unsupported(f"service {connection.host}: its answer, or a proxy's, has no length")
+    return int(said)

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from weightyard.client.connection import Connection
+from weightyard.client.connection import ANSWER_S, Connection
 from weightyard.errors import DeadlineExceeded, FileMissing, NoSuchThing, TooLarge
 from weightyard.logs import Log
 from weightyard.names import Ref
@@ -106,7 +106,8 @@ class ServiceLocator:
         query = "" if stale is None else f"?stale={stale}"
         text = bytearray()
         try:
-            with self._connection.stream(route + query, {}) as response:
+            answer_s = deadline.left_at_most(ANSWER_S, doing)
+            with self._connection.stream(route + query, {}, answer_s=answer_s) as response:
                 for part in response.iter_bytes():
                     deadline.left(doing)
                     text += part

@@ -44,12 +44,12 @@ def error_of(response: httpx.Response) -> YardError:
     error.args = (message,)
     known = {"type", "title", "status", "detail", "code", "request_id", "errors"}
     for name, value in problem.items():
-        if (
-            name not in known
-            and name.isidentifier()
-            and (value is None or isinstance(value, int | str))
-        ):
+        if name in known or not name.isidentifier() or hasattr(Exception, name):
+            continue  # what every exception has is Python's, whatever a service says
+        if value is None or isinstance(value, int | str):
             setattr(error, name, value)
+        elif isinstance(value, list) and all(isinstance(one, int) for one in value):
+            setattr(error, name, tuple(value))
     return error
 
 

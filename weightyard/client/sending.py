@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from weightyard.transfer.source import Source
 
@@ -13,9 +13,8 @@ _PIECE_BYTES = 1 << 20
 class Sending:
     """The body of a request. However often it is sent, each byte counts as progress once."""
 
-    def __init__(self, source: Source, progress: Callable[[int], None] | None = None) -> None:
+    def __init__(self, source: Source) -> None:
         self._source = source
-        self._progress = progress or (lambda done_bytes: None)
         self._furthest = 0
         self.length = source.length
         self.moved_at = time.monotonic()
@@ -30,6 +29,5 @@ class Sending:
 
     def _went(self, end: int) -> None:
         if end > self._furthest:
-            self._progress(end - self._furthest)
             self._furthest = end
             self.moved_at = time.monotonic()

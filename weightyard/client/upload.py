@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import NoneType
-from urllib.parse import quote
 
 from weightyard.client.connection import Connection
 from weightyard.client.sending import Sending
 from weightyard.format.manifest import Manifest
 from weightyard.format.pack import Placement
-from weightyard.names import BlockId, Digest, FilePath, PackId, UploadId
+from weightyard.names import BlockId, Digest, PackId, UploadId
 from weightyard.records import Publication, Version
+from weightyard.storage.store import StorePath
 from weightyard.transfer.catalogue import ManifestFile
 from weightyard.transfer.source import Source
 from weightyard.wire import (
@@ -23,7 +23,6 @@ from weightyard.wire import (
     OpenedUpload,
     PackSteps,
     Placed,
-    ReceivedFile,
     entries_of,
     placements_by_block,
 )
@@ -42,13 +41,7 @@ class HttpUpload:
         return self._id
 
     def claim(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
-        found: dict[BlockId, Sequence[Placement]] = {}
-        for start in range(0, len(blocks), MAX_CLAIMED):
-            wanted = BlockList(blocks=[block.hex for block in blocks[start : start + MAX_CLAIMED]])
-            path = f"{self._path}/claims"
-            answer = self._connection.send("POST", path, Placed, body=wanted, again=True)
-            found |= placements_by_block(answer)
-        return found
+        return placements_at(self._connection, f"{self._path}/claims", blocks)
 
     def begin_pack(self, pack: PackId) -> None:
         self._step(PackSteps(begin=[pack.hex]))
@@ -60,6 +53,9 @@ class HttpUpload:
     def heartbeat(self) -> None:
         self._connection.send("POST", f"{self._path}/heartbeat", NoneType, again=True)
 
+    def finish_rank(self, rank: int) -> None:
+        self._connection.send("PUT", f"{self._path}/ranks/{rank}", NoneType, again=True)
+
     def begin_manifest(self, file: ManifestFile) -> None:
         body = ManifestBegun(digest=file.digest.hex, stored_bytes=file.stored_bytes)
         self._connection.send("POST", f"{self._path}/manifest", NoneType, body=body, again=True)
@@ -68,34 +64,37 @@ class HttpUpload:
         self, digest: Digest, manifest: Manifest, publication: Publication, key: str
     ) -> Version:
         """The service reads the manifest from the store; it is not sent."""
-        return self._commit(Commit(digest=digest.hex, publication=publication), key)
-
-    def put_file(
-        self, path: FilePath, source: Source, progress: Callable[[int], None] | None = None
-    ) -> ReceivedFile:
-        """Send a file through the service, for those who cannot reach the store.
-
-        Again from its beginning if the connection breaks. `progress` is told of bytes sent.
-        """
-        target = f"{self._path}/files/{quote(path.text)}"
-        return self._connection.put_file(target, Sending(source, progress), ReceivedFile)
-
-    def commit_files(self, publication: Publication, key: str) -> Version:
-        """Make a version of the files that were sent."""
-        return self._commit(Commit(publication=publication), key)
-
-    def abandon(self) -> None:
-        self._connection.send("DELETE", self._path, NoneType, again=True)
-
-    def _commit(self, body: Commit, key: str) -> Version:
         return self._connection.send(
             "POST",
             f"{self._path}/commit",
             Version,
-            body=body,
+            body=Commit(digest=digest.hex, publication=publication),
             headers={"Idempotency-Key": key},
             again=True,
         )
 
+    def put_stored(self, path: StorePath, content: Source) -> None:
+        """Send a pack that was begun, or a manifest, through the service into the store.
+
+        For those who cannot reach it. Raises PackInvalid, BlockCorrupt, ManifestInvalid.
+        """
+        folder, _, name = path.text.split("/")
+        self._connection.put(f"{self._path}/{folder}/{name}", Sending(content))
+
+    def abandon(self) -> None:
+        self._connection.send("DELETE", self._path, NoneType, again=True)
+
     def _step(self, steps: PackSteps) -> None:
         self._connection.send("POST", f"{self._path}/packs", NoneType, body=steps, again=True)
+
+
+def placements_at(
+    connection: Connection, path: str, blocks: Sequence[BlockId]
+) -> dict[BlockId, Sequence[Placement]]:
+    """Where blocks lie, asked at a path for as many at once as the service takes."""
+    found: dict[BlockId, Sequence[Placement]] = {}
+    for start in range(0, len(blocks), MAX_CLAIMED):
+        wanted = BlockList(blocks=[block.hex for block in blocks[start : start + MAX_CLAIMED]])
+        answer = connection.send("POST", path, Placed, body=wanted, again=True)
+        found |= placements_by_block(answer)
+    return found

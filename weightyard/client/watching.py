@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
+from weightyard import jitter
 from weightyard.client.connection import Connection
 from weightyard.client.events import events
 from weightyard.errors import Cancelled, Retryable, YardError
@@ -16,7 +17,7 @@ from weightyard.logs import Log
 from weightyard.names import ModelName
 from weightyard.records import Version
 from weightyard.storage.cancel import Cancel
-from weightyard.transfer.watching import Sighting, jittered, pause, sighted
+from weightyard.transfer.watching import Sighting, pause, sighted
 
 _log = Log(__name__)
 
@@ -56,7 +57,7 @@ def watched(
                         yield seen
                         if isinstance(seen, Retryable):
                             break  # it is to be asked again soon, and no event may come for long
-                        look_at = time.monotonic() + jittered(_LOOK_ANYWAY_S)
+                        look_at = time.monotonic() + jitter.about(_LOOK_ANYWAY_S)
             except Cancelled:
                 return
             except YardError as why:
@@ -64,7 +65,7 @@ def watched(
             failures += 1
             listen_at = time.monotonic() + _pause_s(failures)
         yield sighted(resolve)
-        pause(min(jittered(poll_s), max(0.0, listen_at - time.monotonic())), stop)
+        pause(min(jitter.about(poll_s), max(0.0, listen_at - time.monotonic())), stop)
 
 
 def _concerns(event: object, model: ModelName) -> bool:
@@ -73,4 +74,4 @@ def _concerns(event: object, model: ModelName) -> bool:
 
 
 def _pause_s(failures: int) -> float:
-    return jittered(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10)))
+    return jitter.about(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2 ** min(failures, 10)))

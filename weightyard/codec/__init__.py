@@ -3,17 +3,27 @@
 Pure functions of bytes, safe to call from any number of threads; the heavy parts release the GIL.
 """
 
-from weightyard.codec.decoder import decode, prove, verify, verify_whole
-from weightyard.codec.encoder import Encoded, encode, encode_delta, worth_a_delta
+from weightyard.codec.decoder import decode, decode_planes, prove, verify, verify_whole
+from weightyard.codec.encoder import (
+    Encoded,
+    encode,
+    encode_delta,
+    estimate,
+    room_for,
+    worth_a_delta,
+)
 from weightyard.format.block import check_encoding
 
 __all__ = [
     "Encoded",
     "check_encoding",
     "decode",
+    "decode_planes",
     "encode",
     "encode_delta",
+    "estimate",
     "prove",
+    "room_for",
     "verify",
     "verify_whole",
     "worth_a_delta",

@@ -75,16 +75,27 @@ class Encoded:
         return self.encoding.stored_bytes
 
 
-def encode(data: Buffer, *, hint: Codec = Codec.ZSTD, block: BlockId | None = None) -> Encoded:
+def room_for(raw_bytes: int, hint: Codec) -> int:
+    """How much memory encoding a block by this codec needs at most."""
+    return raw_bytes + ALIGNMENT * hint.planes * chunk_count(raw_bytes)
+
+
+def encode(
+    data: Buffer,
+    *,
+    hint: Codec = Codec.ZSTD,
+    block: BlockId | None = None,
+    into: Buffer | None = None,
+) -> Encoded:
     """Encode a block's raw bytes, by the codec its dtype proposes or by none.
 
     `hint` is the plane codec of a float dtype, ZSTD for other bytes, RAW to only check and sum.
     Planes of elements that do not divide the length are not tried. `block` saves hashing the bytes
     again when their id is already known. The answer never takes more room than the raw bytes and
-    their padding. Raises TooLarge.
+    their padding; it lies in `into`, of `room_for` bytes, unless it is raw. Raises TooLarge.
     """
     raw = _bytes(data)
-    return _encode(raw, None, hint, block or block_id(raw.data), None)
+    return _encode(raw, None, hint, block or block_id(raw.data), None, into)
 
 
 def encode_delta(
@@ -111,9 +122,22 @@ def encode_delta(
     return _encode(raw, base_raw, hint, block, base_id)
 
 
-def worth_a_delta(delta: Encoded, standalone: Encoded) -> bool:
+def estimate(data: Buffer, *, hint: Codec = Codec.ZSTD, base: Buffer | None = None) -> int:
+    """About how many bytes a block will take encoded, or as a delta of a base: by a probe of it."""
+    raw = _bytes(data)
+    codec = hint if raw.size % hint.planes == 0 else Codec.ZSTD
+    if codec is Codec.RAW:
+        return raw.size
+    arena.clear()
+    sample = _sample(raw, None if base is None else _bytes(base))
+    kept = sum(_estimated(plane, codec) for plane in _planes(codec, sample))
+    share = kept / max(1, sample.size)
+    return round(raw.size * (share if share < WORTH_ENCODING else 1.0))
+
+
+def worth_a_delta(delta_bytes: int, standalone_bytes: int) -> bool:
     """Whether a delta saves enough to make reading the block depend on another one."""
-    return delta.stored_bytes < WORTH_A_DELTA * standalone.stored_bytes
+    return delta_bytes < WORTH_A_DELTA * standalone_bytes
 
 
 def _bytes(data: Buffer) -> Bytes:
@@ -124,10 +148,15 @@ def _bytes(data: Buffer) -> Bytes:
 
 
 def _encode(
-    raw: Bytes, base: Bytes | None, hint: Codec, block: BlockId, base_id: BlockId | None
+    raw: Bytes,
+    base: Bytes | None,
+    hint: Codec,
+    block: BlockId,
+    base_id: BlockId | None,
+    into: Buffer | None = None,
 ) -> Encoded:
     codec = hint if raw.size % hint.planes == 0 else Codec.ZSTD
-    laid_out = _try(codec, raw, base) if codec is not Codec.RAW else None
+    laid_out = _try(codec, raw, base, into) if codec is not Codec.RAW else None
     if laid_out is None:
         codec, laid_out = Codec.RAW, _as_it_is(raw if base is None else np.bitwise_xor(raw, base))
     stored, kept = laid_out
@@ -149,7 +178,9 @@ def _as_it_is(raw: Bytes) -> _LaidOut:
     return raw, [(SegmentKind.RAW, length) for length in lengths]
 
 
-def _try(codec: Codec, raw: Bytes, base: Bytes | None) -> _LaidOut | None:
+def _try(
+    codec: Codec, raw: Bytes, base: Bytes | None, into: Buffer | None = None
+) -> _LaidOut | None:
     """A block under a codec, or None if it is better left raw."""
     arena.clear()
     compressors = [_choose(plane, codec) for plane in _planes(codec, _sample(raw, base))]
@@ -157,7 +188,8 @@ def _try(codec: Codec, raw: Bytes, base: Bytes | None) -> _LaidOut | None:
         return None
     # One large piece of memory: the system gives it in huge pages. Touching fresh memory segment by
     # segment takes longer than splitting the planes.
-    stored = np.empty(raw.size + ALIGNMENT * codec.planes * chunk_count(raw.size), np.uint8)
+    room = np.empty(room_for(raw.size, codec), np.uint8).data if into is None else memoryview(into)
+    stored = np.frombuffer(room, np.uint8)
     kept: list[tuple[SegmentKind, int]] = []
     end = 0
     for start in range(0, raw.size, CHUNK_BYTES):
@@ -195,6 +227,11 @@ def _choose(sample: Bytes, codec: Codec) -> Compress | None:
     sizes = [len(compress(sample.data)) for compress in candidates]
     smallest = min(sizes)
     return candidates[sizes.index(smallest)] if smallest < _PROBE_LIMIT * sample.size else None
+
+
+def _estimated(sample: Bytes, codec: Codec) -> int:
+    compress = _choose(sample, codec)
+    return _store(sample, compress)[1].size if sample.size else 0
 
 
 def _planes(codec: Codec, chunk: Bytes) -> list[Bytes]:

@@ -5,9 +5,9 @@ element's top 16 bits are first rotated so that the exponent is not mixed with t
 mantissa bits among them, sign and exponent `s e…e` become `e…e s`. Then byte 0 of every element,
 most significant first, is plane 0, byte 1 is plane 1, and so on.
 
-Everything here is a few passes of NumPy over a whole chunk. Casts between neighbouring widths and
-shifts run in vector registers, several bytes a cycle; a strided copy moves one element a cycle, and
-one pass over small pieces costs more in calls than the caches give back.
+Everything here is a few passes of NumPy over a whole chunk, or half of one. Casts between
+neighbouring widths and shifts run in vector registers, several bytes a cycle; a strided copy moves
+one element a cycle, and passes over smaller pieces cost more in calls than the caches give back.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ Plane = Bytes | int
 """The bytes of a plane, or the one value all of them have."""
 
 _HALF = {2: "<u1", 4: "<u2", 8: "<u4"}
+
+_MERGED_AT_ONCE = 1 << 18
+"""Elements; with what is merged from, they and their scratch fit a core's own cache."""
 
 _FP64_MANTISSA_BITS = 4
 """Mantissa bits among the top 16 of an fp64. (bf16 and fp32 have 7: whole bytes, done apart.)"""
@@ -74,11 +77,22 @@ def _halves(words: Words, arena: Arena) -> tuple[Words, Words]:
     """The upper and the lower half of every word."""
     half = _HALF[words.itemsize]
     high, low = arena.take(words.size, half), arena.take(words.size, half)
-    shifted = arena.take(words.size, words.dtype)
-    np.right_shift(words, 4 * words.itemsize, out=shifted)
-    np.copyto(high, shifted, casting="unsafe")
+    _cut_high(words, high)
     np.copyto(low, words, casting="unsafe")
     return high, low
+
+
+def _cut_high(words: Words, high: Words) -> None:
+    """The upper half of every word, without a shift.
+
+    Words that begin half a word later have it below, and a cast takes what is below.
+    """
+    if not words.size:
+        return
+    half = high.itemsize
+    later = words.view(np.uint8)[half:-half].view(words.dtype)
+    np.copyto(high[:-1], later, casting="unsafe")
+    high[-1] = words[-1] >> 8 * half
 
 
 def _split_bytes(words: Words, planes: Sequence[Bytes], arena: Arena) -> None:
@@ -87,21 +101,16 @@ def _split_bytes(words: Words, planes: Sequence[Bytes], arena: Arena) -> None:
         _split_bytes(high, planes[: len(planes) // 2], arena)
         _split_bytes(low, planes[len(planes) // 2 :], arena)
         return
-    shifted = arena.take(words.size, "<u2")
-    np.right_shift(words, 8, out=shifted)
-    np.copyto(planes[0], shifted, casting="unsafe")
+    _cut_high(words, planes[0])
     np.copyto(planes[1], words, casting="unsafe")
 
 
 def _split_bf16(words: Words, planes: Sequence[Bytes], arena: Arena) -> None:
     """Exponent, and sign with mantissa: the bytes of the rotated word, without rotating it."""
     exponent, mantissa = planes
-    shifted = arena.take(words.size, "<u2")
     sign = arena.take(words.size, "<u1")
-    np.right_shift(words, 7, out=shifted)
-    np.copyto(exponent, shifted, casting="unsafe")
-    np.right_shift(shifted, 1, out=shifted)
-    np.copyto(sign, shifted, casting="unsafe")
+    np.right_shift(words, 7, out=exponent, casting="unsafe")  # cast while it is in the cache
+    _cut_high(words, sign)
     np.copyto(mantissa, words, casting="unsafe")
     # The top bit of the low byte belongs to the exponent; the sign takes its place.
     np.bitwise_xor(sign, mantissa, out=sign)
@@ -116,15 +125,25 @@ def _merge_bf16(exponent: Plane, mantissa: Plane, words: Words, arena: Arena) ->
             return constant | exponent << 7
         np.multiply(exponent, 128, out=words, dtype=words.dtype)
         return np.bitwise_or(words, constant, out=words)
-    # Widening with the sign copies the top bit of the byte to the top of the word.
+    if isinstance(exponent, int):
+        _widen_mantissa(mantissa, words)
+        return np.bitwise_or(words, exponent << 7, out=words)
+    shifted = arena.take(min(words.size, _MERGED_AT_ONCE), "<u2")
+    for start in range(0, words.size, _MERGED_AT_ONCE):
+        piece = slice(start, start + _MERGED_AT_ONCE)
+        some = words[piece]
+        high = shifted[: some.size]
+        _widen_mantissa(mantissa[piece], some)
+        np.copyto(high, exponent[piece])
+        np.multiply(high, 128, out=high)
+        np.bitwise_or(some, high, out=some)
+    return words
+
+
+def _widen_mantissa(mantissa: Bytes, words: Words) -> None:
+    """Widening with the sign copies the top bit of the byte to the top of the word."""
     np.copyto(words.view("<i2"), mantissa.view(np.int8))
     np.bitwise_and(words, 0x807F, out=words)
-    if isinstance(exponent, int):
-        return np.bitwise_or(words, exponent << 7, out=words)
-    shifted = arena.take(words.size, "<u2")
-    np.copyto(shifted, exponent)
-    np.multiply(shifted, 128, out=shifted)
-    return np.bitwise_or(words, shifted, out=words)
 
 
 def _merge_bytes(planes: Sequence[Plane], dtype: str, count: int, arena: Arena) -> Words | int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import groupby
 
 from weightyard.errors import Refused
@@ -20,42 +21,63 @@ from weightyard.format.splitting import Split
 from weightyard.names import BlockId
 
 
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What one writer has of a version: files and boxes whose extents number its blocks."""
+
+    blocks: tuple[BlockEntry, ...]
+    files: tuple[FileEntry, ...] = ()
+    tensors: tuple[TensorEntry, ...] = ()
+
+
+def share_of(split: Split, block_ids: Sequence[BlockId]) -> Share:
+    """A split whose pieces have got their names. Several of them may be one block."""
+    blocks = (
+        BlockEntry(block.hex, piece.raw_bytes)
+        for block, piece in zip(block_ids, split.pieces, strict=True)
+    )
+    return Share(tuple(blocks), split.files, split.tensors)
+
+
 def manifest_of(splits: Sequence[Split], block_ids: Sequence[Sequence[BlockId]]) -> Manifest:
     """The manifest of a version made of these splits, given the names of their pieces.
 
-    Equal blocks become one. Boxes of one state-dict tensor that come from several splits (ranks)
-    are put together. Raises ManifestInvalid if they do not make a whole version, Refused.
+    Raises as `joined` does.
     """
     if len({split.block_bytes for split in splits}) != 1:
         raise Refused("a version is made of one or more splits of one block size")
-    named = [
-        (split, [BlockEntry(i.hex, p.raw_bytes) for i, p in zip(ids, split.pieces, strict=True)])
-        for split, ids in zip(splits, block_ids, strict=True)
-    ]
+    shares = [share_of(split, ids) for split, ids in zip(splits, block_ids, strict=True)]
+    return joined(shares, splits[0].block_bytes)
+
+
+def joined(shares: Sequence[Share], block_bytes: int) -> Manifest:
+    """The manifest of a version made of these shares.
+
+    Equal blocks become one. Boxes of one state-dict tensor that come from several shares (ranks)
+    are put together. Raises ManifestInvalid if they do not make a whole version, Refused.
+    """
     blocks = _Blocks()
     files = tuple(
-        FileEntry(file.path, file.bytes, file.kind, blocks.renumber(file.extents, pieces))
-        for file, pieces in sorted(
-            ((file, pieces) for split, pieces in named for file in split.files),
+        FileEntry(file.path, file.bytes, file.kind, blocks.renumber(file.extents, share.blocks))
+        for file, share in sorted(
+            ((file, share) for share in shares for file in share.files),
             key=lambda pair: pair[0].path,
         )
     )
     numbers = {file.path: number for number, file in enumerate(files)}
     tensors = sorted(
         (
-            (-1 if tensor.file is None else numbers[split.files[tensor.file].path], tensor, pieces)
-            for split, pieces in named
-            for tensor in split.tensors
+            (-1 if tensor.file is None else numbers[share.files[tensor.file].path], tensor, share)
+            for share in shares
+            for tensor in share.tensors
         ),
         key=lambda row: (row[0], row[1].name),
     )
     entries = tuple(
-        _joined(file, [(tensor, pieces) for _, tensor, pieces in same], blocks)
+        _joined(file, [(tensor, share.blocks) for _, tensor, share in same], blocks)
         for (file, _), same in groupby(tensors, key=lambda row: (row[0], row[1].name))
     )
-    manifest = Manifest(
-        MANIFEST_FORMAT, splits[0].block_bytes, tuple(blocks.entries), files, entries
-    )
+    manifest = Manifest(MANIFEST_FORMAT, block_bytes, tuple(blocks.entries), files, entries)
     check(manifest)
     return manifest
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import PurePosixPath
 from types import MappingProxyType
 from typing import Protocol, TypeAlias
@@ -43,7 +44,7 @@ class Part:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Piece:
     """A block to be: its raw bytes are its parts, one after the other."""
 
@@ -51,7 +52,7 @@ class Piece:
     codec: Codec
     """What to try first."""
 
-    @property
+    @cached_property
     def raw_bytes(self) -> int:
         return sum(part.length for part in self.parts)
 

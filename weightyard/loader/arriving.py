@@ -74,11 +74,27 @@ class Arriving:
             used += needed
         return done + self._place(parts, sources) if parts else done
 
+    def begin(self, tensors: Iterable[int]) -> None:
+        """Have memory made for tensors, those that have some left out."""
+        for tensor in tensors:
+            if tensor not in self._begun:
+                self._begun.add(tensor)
+                self._placer.begin(tensor)
+
     def empty(self) -> list[int]:
         """The numbers of the tensors that need no byte; they are begun."""
         found = [number for number, plan in enumerate(self._plans) if not plan.fetches]
-        self._begin(found)
+        self.begin(found)
         return found
+
+    def count(self, parts: Iterable[Part]) -> list[int]:
+        """Note runs that are in their tensors. Returns the numbers of those that are whole now."""
+        done = []
+        for part in parts:
+            self._left[part.tensor] -= part.fetch.length
+            if not self._left[part.tensor]:
+                done.append(part.tensor)
+        return done
 
     def _parts(self, arrived: Iterable[Arrived]) -> Iterator[tuple[Part, memoryview]]:
         for extent, memory in arrived:
@@ -121,22 +137,11 @@ class Arriving:
                 else:
                     np.copyto(np.frombuffer(target.memory, np.uint8), source)
 
-        self._begin(part.tensor for part in parts)
+        self.begin(part.tensor for part in parts)
         self._placer.fill(Batch(tuple(parts), (), 0), fill)
-        done = []
-        for part in parts:
-            self._left[part.tensor] -= part.fetch.length
-            if not self._left[part.tensor]:
-                done.append(part.tensor)
         if self._progress is not None:
             self._progress(sum(map(self._placed_bytes, parts)))
-        return done
-
-    def _begin(self, tensors: Iterable[int]) -> None:
-        for tensor in tensors:
-            if tensor not in self._begun:
-                self._begun.add(tensor)
-                self._placer.begin(tensor)
+        return self.count(parts)
 
     def _placed_bytes(self, part: Part) -> int:
         if isinstance(part.fetch.goes, Pick):

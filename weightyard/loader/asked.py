@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from weightyard.errors import BadSetting, Unsupported
 from weightyard.format.manifest import TensorEntry
+from weightyard.loader.budget import Budget
 from weightyard.loader.choosing import by_name
 from weightyard.loader.layouts import is_layout, local_index
 from weightyard.loader.slicing import Index
-from weightyard.storage.deadline import Deadline
+from weightyard.storage.deadline import NEVER, Deadline
 
 if TYPE_CHECKING:
     import torch
@@ -26,12 +27,21 @@ class Asked:
     slices: Mapping[str, Any] | None = None
     dtype: Any = None
     verify: Literal["fast", "full"] = "fast"
-    deadline: Deadline = field(default_factory=lambda: Deadline.after(None))
+    deadline: Deadline = NEVER
     progress: Callable[[int], None] | None = None
+    device_decode: bool = False
+    budget: Budget = field(default_factory=Budget)
 
     def __post_init__(self) -> None:
         if self.verify not in ("fast", "full"):
             raise BadSetting(f"verify={self.verify!r}: it is 'fast' or 'full'")
+        if self.device_decode and self.verify == "full":
+            raise BadSetting("verify='full' hashes blocks on the host: leave device_decode out")
+
+    @property
+    def is_all(self) -> bool:
+        """Whether the files' tensors are wanted as they are stored, all of them."""
+        return self.tensors is None and not self.slices and self.dtype is None
 
     @property
     def file_patterns(self) -> Sequence[str] | None:

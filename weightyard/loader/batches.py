@@ -38,7 +38,7 @@ class Batch:
     """What it counts against the budget."""
 
 
-def all_at_once(tensors: Sequence[TensorPlan]) -> Iterator[Batch]:
+def all_at_once(tensors: Sequence[TensorPlan], batch_bytes: int = BATCH_BYTES) -> Iterator[Batch]:
     """One batch of all that goes straight into its place, then those to pick from, by budget.
 
     For tensors on the host: where bytes are received is where they stay, so reading all of it at
@@ -49,7 +49,7 @@ def all_at_once(tensors: Sequence[TensorPlan]) -> Iterator[Batch]:
     parts = [Part(number, fetch) for number in straight for fetch in tensors[number].fetches]
     if straight:
         yield Batch(tuple(parts), tuple(straight), 0)
-    yield from _cut(tensors, picked, BATCH_BYTES)
+    yield from _cut(tensors, picked, batch_bytes)
 
 
 def one_by_one(

@@ -6,7 +6,6 @@ import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from blake3 import blake3
@@ -28,9 +27,10 @@ from weightyard.loader.snapshot import (
 from weightyard.loader.snapshots import Snapshots
 from weightyard.names import Digest, FilePath
 from weightyard.records import Version
+from weightyard.storage.deadline import Deadline
 from weightyard.transfer.catalogue import Catalogue
 from weightyard.transfer.gather import is_wanted
-from weightyard.transfer.reader import Reader
+from weightyard.transfer.reader import ReadsBlocks
 from weightyard.transfer.source import translated
 
 Progress = Callable[[int], None]
@@ -55,8 +55,14 @@ class SnapshotPlan:
     is_whole: bool
 
     @property
-    def has_state(self) -> bool:
-        return any(isinstance(file.source, StateFile) for file in self.files)
+    def entries(self) -> list[FileEntry]:
+        """Those that are files of the version."""
+        return [file.source for file in self.files if isinstance(file.source, FileEntry)]
+
+    @property
+    def state(self) -> StateFile | None:
+        """The one that is made of a state dict, if there is one."""
+        return next((one.source for one in self.files if isinstance(one.source, StateFile)), None)
 
     @property
     def paths(self) -> list[str] | None:
@@ -79,9 +85,11 @@ EVERYTHING = Choice()
 class Supply:
     """Where bytes come from."""
 
-    pull: Callable[[Manifest, Sequence[FileEntry], Path, Progress], None]
+    pull: Callable[[Sequence[FileEntry], Path, Progress], None]
     """Puts files into a folder, checked and durable."""
-    reader: Callable[[], Reader]
+    reader: Callable[[], ReadsBlocks]
+    on_bytes: Progress = lambda done_bytes: None
+    """Is told of bytes that came; progress is also made by what this node has already."""
 
 
 def take_snapshot(
@@ -92,9 +100,13 @@ def take_snapshot(
     supply: Supply,
     choice: Choice = EVERYTHING,
     progress: Progress | None = None,
+    *,
+    deadline: Deadline,
+    is_patient: bool = True,
 ) -> Snapshot:
     """The snapshot of a version, made if it is not there. Its bytes stay in the store meanwhile.
 
+    `is_patient`, `deadline`: see `Snapshots.obtain`. What `progress` raises ends it.
     Raises NotOnNode, NoSuchThing, Unsupported, StoreFull, and what reading raises.
     """
     plan = plan_snapshot(manifest, choice)
@@ -102,6 +114,7 @@ def take_snapshot(
 
     def make(folder: Path, alive: Progress) -> Record:
         def told(done_bytes: int) -> None:
+            deadline.left(f"bringing {version.ref} to this node")
             alive(done_bytes)
             if progress is not None:
                 progress(done_bytes)
@@ -111,10 +124,10 @@ def take_snapshot(
                 supply, manifest, plan, folder, snapshots.linkable(), snapshots.make_room, told
             )
         return Record(
-            RECORD_FORMAT, version.digest, version.ref, plan.is_whole, plan.has_state, files
+            RECORD_FORMAT, version.digest, version.ref, plan.is_whole, plan.state is not None, files
         )
 
-    return snapshots.obtain(place, make)
+    return snapshots.obtain(place, make, deadline, is_patient=is_patient)
 
 
 def plan_snapshot(manifest: Manifest, choice: Choice = EVERYTHING) -> SnapshotPlan:
@@ -152,6 +165,11 @@ def build(
 
     `linkable` are files on this node by their content. Raises as `Reader.read`, StoreFull.
     """
+
+    def came(done_bytes: int) -> None:
+        supply.on_bytes(done_bytes)
+        progress(done_bytes)
+
     made: dict[FilePath, FileRecord] = {}
     for file in plan.files:
         if (known := linkable.get(file.content)) is not None and _link(file, *known, folder):
@@ -160,12 +178,13 @@ def build(
     missing = [file for file in plan.files if file.path not in made]
     make_room(sum(file.bytes for file in missing))
     entries = [file.source for file in missing if isinstance(file.source, FileEntry)]
-    supply.pull(manifest, entries, folder, progress)
+    supply.pull(entries, folder, came)
     for file in missing:
         at = folder.joinpath(*file.path.parts)
         if isinstance(file.source, StateFile):
             with translated(at):
-                _write_state(supply.reader(), manifest, file.source, at, progress)
+                write_state(supply.reader(), manifest, file.source, at, came)
+        progress(0)  # a large file takes its time
         digest = digest_of(at, threads=blake3.AUTO)
         if digest is None:
             raise BlockCorrupt(f"{at} cannot be read back")
@@ -192,16 +211,21 @@ def _link(file: PlannedFile, known: Path, record: FileRecord, folder: Path) -> b
     return False
 
 
-def _write_state(
-    reader: Reader, manifest: Manifest, state: StateFile, file: Path, progress: Progress
+def write_state(
+    reader: ReadsBlocks,
+    manifest: Manifest,
+    state: StateFile,
+    file: Path,
+    progress: Progress | None,
 ) -> None:
-    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    """Make the safetensors file of a state dict, durable. Raises as the reader, OSError."""
+    handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         # Pages of a sparse file that find no room when they are written end the process.
         os.posix_fallocate(handle, 0, state.bytes)
         # Not closed by hand: after a failure the error's traceback still has views of it.
         pages = mmap.mmap(handle, state.bytes)
-        fill_state(partial(reader.read, progress=progress), manifest, state, memoryview(pages))
+        fill_state(lambda wanted: reader.read(wanted, progress), manifest, state, memoryview(pages))
         os.fsync(handle)
     finally:
         os.close(handle)

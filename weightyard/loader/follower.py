@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from weightyard import jitter
 from weightyard.closing import Closing
 from weightyard.errors import (
     BadSetting,
@@ -18,25 +19,28 @@ from weightyard.errors import (
     NoSuchThing,
     Refused,
     Retryable,
+    StoreUnavailable,
+    Unsupported,
     YardError,
 )
-from weightyard.format.manifest import Manifest
+from weightyard.format.manifest import FileEntry, Manifest
 from weightyard.loader.asked import Asked
 from weightyard.loader.changes import Content, Holds, content_of, plan_changes
 from weightyard.loader.leases import Holding
+from weightyard.loader.origin import chosen
 from weightyard.loader.plan import TensorPlan
-from weightyard.loader.report import Tally
+from weightyard.loader.report import OnLoadEvent
 from weightyard.loader.resident import Resident
 from weightyard.loader.staging import Stage, Staged, StagedTensor
-from weightyard.loader.stored import StoreOrigin
 from weightyard.logs import Log
 from weightyard.names import Ref
 from weightyard.records import Version
 from weightyard.storage.cancel import Cancel
+from weightyard.storage.deadline import Deadline
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import Catalogue
-from weightyard.transfer.reader import ReadReport
-from weightyard.transfer.watching import Sighting, jittered
+from weightyard.transfer.reader import ReadReport, ReadsBlocks
+from weightyard.transfer.watching import Sighting
 
 if TYPE_CHECKING:
     import torch
@@ -57,11 +61,17 @@ class Following:
     ref: Ref
     catalogue: Catalogue
     store: Callable[[], Store]
-    """Raises where it cannot be reached."""
+    """Raises StoreUnavailable or Unsupported where bytes come only through the service."""
+    reader: Callable[[Version, Manifest, Deadline], ReadsBlocks]
+    """Who reads blocks of a version, whichever way they come."""
     manifest: Callable[[Version], Manifest]
+    file: Callable[[Version, Manifest, FileEntry], bytes]
+    """A small file of a version."""
     asked: Asked
     max_host_bytes: int | None
     poll_s: float
+    on_event: OnLoadEvent | None = None
+    """Is told of what happens to reads."""
 
     def __post_init__(self) -> None:
         if not 0 < self.poll_s <= MAX_POLL_S:
@@ -72,8 +82,8 @@ class Following:
     ) -> tuple[Manifest, tuple[TensorPlan, ...], dict[str, Content]]:
         """What a version is made of, fitted to what is served. Raises DoesNotFit."""
         manifest = self.manifest(version)
-        origin = StoreOrigin(version, manifest, Tally(), self.store(), self.catalogue)
-        plans = resident.plan(origin.chosen(self.asked), self.asked, now)
+        tensors = chosen(manifest, self.asked, lambda file: self.file(version, manifest, file))
+        plans = resident.plan(tensors, self.asked, now)
         contents = {
             name: content
             for plan in plans
@@ -81,6 +91,15 @@ class Following:
             for name in plan.names
         }
         return manifest, plans, contents
+
+    def stage(self, version: Version, manifest: Manifest, cancel: Cancel) -> Stage:
+        """How a version is brought: straight from the store where that can be reached."""
+        source: Store | ReadsBlocks
+        try:
+            source = self.store()
+        except (StoreUnavailable, Unsupported):
+            source = self.reader(version, manifest, Deadline.after(None, cancel))
+        return Stage(source, self.catalogue, self.max_host_bytes, self.asked.verify, self.on_event)
 
 
 class Follower(Closing):
@@ -108,6 +127,7 @@ class Follower(Closing):
         self._staged: Staged | None = None
         self._not_seen: YardError | None = None
         self._not_brought: YardError | None = None
+        self._ended: YardError | None = None
         self._attempts = 0
         self._retry_at = 0.0
         self._is_taking = False
@@ -137,7 +157,7 @@ class Follower(Closing):
     def failure(self) -> YardError | None:
         """Why the newest version could not be had; None: nothing is wrong."""
         with self._state:
-            return self._not_seen or self._not_brought
+            return self._ended or self._not_seen or self._not_brought
 
     @property
     def report(self) -> ReadReport | None:
@@ -305,13 +325,19 @@ class Follower(Closing):
         """In a thread of its own: bring what is wanted, and hold leases on what is in use."""
         holding = Holding(self._following.catalogue)
         try:
-            while (todo := self._next(holding.refs)) is not None:
-                wanted, refs = todo
-                holding.hold(refs)
-                if wanted is not None:
-                    self._bring(wanted)
-        finally:
-            holding.hold(())
+            try:
+                while (todo := self._next(holding.refs)) is not None:
+                    wanted, refs = todo
+                    holding.hold(refs)
+                    if wanted is not None:
+                        self._bring(wanted)
+            finally:
+                holding.hold(())
+        except Exception as why:  # noqa: BLE001  nobody else would learn of it
+            ended = Bug(f"bringing what {self._following.ref} means ended: {why!r}")
+            _log.warning("follow.ended", ref=self._following.ref, reason=ended)
+            with self._state:
+                self._ended = ended
 
     def _next(self, held: frozenset[str]) -> tuple[Version | None, list[str]] | None:
         """Wait for something to do: a version to bring, other leases to hold; None: the end."""
@@ -348,12 +374,7 @@ class Follower(Closing):
         try:
             manifest, plans, contents = following.planned(wanted, resident, now)
             changes = plan_changes(plans, contents, now, resident.patched(plans))
-            stage = Stage(
-                following.store(),
-                following.catalogue,
-                following.max_host_bytes,
-                following.asked.verify,
-            )
+            stage = following.stage(wanted, manifest, cancel)
             tensors, report = stage.bring(wanted, changes, manifest.blocks, resident, now, cancel)
         except Cancelled:
             return
@@ -389,7 +410,7 @@ class Follower(Closing):
             pause_s = min(_LONGEST_RETRY_S, _FIRST_RETRY_S * 2 ** min(self._attempts - 1, 10))
             # What is damaged may be healed; what is refused stays so until the ref moves.
             may_pass = isinstance(why, Retryable | Damaged)
-            self._retry_at = time.monotonic() + jittered(pause_s) if may_pass else math.inf
+            self._retry_at = time.monotonic() + jitter.about(pause_s) if may_pass else math.inf
         _log.warning(
             "follow.failed",
             ref=self._following.ref,

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from weightyard.errors import BadSetting, StoreUnavailable, Unsupported
 from weightyard.format.manifest import Manifest
 from weightyard.loader.asked import Asked
 from weightyard.loader.batches import AHEAD_BYTES
+from weightyard.loader.budget import Budget
+from weightyard.loader.byproducts import Byproduct, Byproducts
+from weightyard.loader.loaded import Loaded
 from weightyard.loader.origin import Origin
-from weightyard.loader.report import LoadReport, Tally
+from weightyard.loader.report import LoadReport, OnLoadEvent, Tally
+from weightyard.loader.snapshot import Snapshot
 from weightyard.loader.snapshots import Snapshots
 from weightyard.names import Digest
-from weightyard.records import Version
+from weightyard.records import RememberedVersion, Version
 from weightyard.settings import Settings
-from weightyard.storage.deadline import Deadline
+from weightyard.storage.deadline import NEVER, Deadline
+from weightyard.storage.local import LocalStore
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import Catalogue
 
@@ -24,6 +30,10 @@ if TYPE_CHECKING:
 
     from weightyard.loader.lazy import LazyWeights
     from weightyard.loader.load import Weights
+    from weightyard.loader.stored import StoreOrigin
+
+
+OnUnavailable: TypeAlias = Literal["fail", "cached"] | None
 
 
 class Loads(ABC):
@@ -41,15 +51,26 @@ class Loads(ABC):
     this rank's shard.
     `dtype`: floating-point tensors are cast to it.
     `verify`: "fast" checks the checksum of every chunk, "full" also the name of every block.
-    `cache`: use this node's snapshot of the version if there is one (not with "full").
-    `timeout`: seconds for all of it, then DeadlineExceeded.
+    `cache`: use this node's snapshot of the version if there is one, and leave one on this node
+    where all of it was loaded from a store elsewhere (neither with "full").
+    `timeout`: seconds for all of it, then DeadlineExceeded; a database or a store that does not
+    say what to load is waited for until its own deadline.
     `progress`: is told of raw bytes, as they are done, from any thread.
+    `on_unavailable`: "cached" goes on with what this node last knew where the yard does not
+    answer, "fail" does not; None: as the yard was opened.
+    `device_decode`: planes are merged and deltas added on the device, not on the host; not with
+    "full", nor with a group. It changes nothing for tensors on the host.
+    `max_host_bytes`: what may be used of the host's memory besides the tensors that stay there.
+    `max_device_extra_bytes`: the same of the device's, by `device_decode`.
 
     All of them raise NoSuchThing (and say what there is), Refused, Damaged, Retryable.
     """
 
     catalogue: Catalogue
     snapshots: Snapshots
+    byproducts: Byproducts
+    on_event: OnLoadEvent | None = None
+    """Is told of what happens to reads and of every load that ends, from any thread."""
     _settings: Settings
 
     @property
@@ -58,12 +79,53 @@ class Loads(ABC):
         """Where the packs are."""
 
     @abstractmethod
-    def _version_to_use(self, ref: str) -> Version:
+    def _version_to_use(
+        self, ref: str, on_unavailable: OnUnavailable = None, deadline: Deadline = NEVER
+    ) -> Version:
         """The version a ref means; that it is used is noted."""
 
     @abstractmethod
-    def _manifest_of(self, version: Version) -> Manifest:
+    def _manifest_of(self, version: Version, deadline: Deadline = NEVER) -> Manifest:
         """What it consists of."""
+
+    @abstractmethod
+    def _take_snapshot(
+        self,
+        version: Version,
+        *,
+        progress: Callable[[int], None] | None,
+        deadline: Deadline,
+        on_bytes: Callable[[int], None],
+    ) -> Snapshot:
+        """This node's snapshot of it, made if need be, by whichever way bytes come.
+
+        `on_bytes` is told of those that came, which this node did not have.
+        """
+
+    @abstractmethod
+    def _expect(self, version: Version) -> None:
+        """Hear that a version's packs may be asked for."""
+
+    def use(self, ref: str) -> tuple[Version, Manifest]:
+        """The version a ref means, and what it consists of. That it is used is noted."""
+        version = self._version_to_use(ref)
+        return version, self._manifest_of(version)
+
+    def stored(self, version: Version, manifest: Manifest) -> StoreOrigin:
+        """A version in the store, of which another process said what it consists of."""
+        from weightyard.loader.stored import StoreOrigin
+
+        self._expect(version)
+        tally = Tally(self.on_event)
+        return StoreOrigin(
+            version,
+            manifest,
+            tally,
+            self.store,
+            self.catalogue,
+            self._settings,
+            expect=self._expect,
+        )
 
     def load(
         self,
@@ -79,6 +141,10 @@ class Loads(ABC):
         verify: Literal["fast", "full"] = "fast",
         timeout: float | None = None,
         progress: Callable[[int], None] | None = None,
+        on_unavailable: OnUnavailable = None,
+        device_decode: bool = False,
+        max_host_bytes: int | None = None,
+        max_device_extra_bytes: int | None = None,
     ) -> Weights:
         """A version's tensors by name, on a device. The arguments: see `Loads`.
 
@@ -90,20 +156,35 @@ class Loads(ABC):
         """
         from weightyard.loader.load import load
 
-        asked = Asked(files, tensors, slices, dtype, verify, Deadline.after(timeout), progress)
+        asked = Asked(
+            files,
+            tensors,
+            slices,
+            dtype,
+            verify,
+            Deadline.after(timeout),
+            progress,
+            device_decode,
+            Budget(max_host_bytes, max_device_extra_bytes),
+        )
+        tally = Tally(self.on_event)
         if group is None:
-            return load(self._origin(ref, asked, cache=cache), asked, device)
+            with tally.watched(ref):
+                origin = self._origin(ref, asked, on_unavailable, tally, cache=cache)
+                return load(origin, asked, device)
+        if device_decode:
+            raise BadSetting("device_decode: ranks exchange decoded bytes; leave it or group= out")
         from weightyard.loader.peers import Peers
         from weightyard.loader.shared import load_shared
 
-        tally = Tally()
-        return load_shared(
-            Peers(group, asked.deadline),
-            lambda: self._version_to_use(ref),
-            lambda version: self._origin_of(version, asked, tally, cache=cache),
-            asked,
-            device,
-        )
+        with tally.watched(ref):
+            return load_shared(
+                Peers(group, asked.deadline),
+                lambda: self._version_to_use(ref, on_unavailable, asked.deadline),
+                lambda version: self._origin_of(version, asked, tally, cache=cache, leaves=False),
+                asked,
+                device,
+            )
 
     def load_into(
         self,
@@ -120,6 +201,10 @@ class Loads(ABC):
         verify: Literal["fast", "full"] = "fast",
         timeout: float | None = None,
         progress: Callable[[int], None] | None = None,
+        on_unavailable: OnUnavailable = None,
+        device_decode: bool = False,
+        max_host_bytes: int | None = None,
+        max_device_extra_bytes: int | None = None,
     ) -> LoadReport:
         """Fill a module's parameters and persistent buffers. The arguments: see `Loads`.
 
@@ -138,9 +223,21 @@ class Loads(ABC):
         """
         from weightyard.loader.into import load_into
 
-        asked = Asked(files, tensors, None, dtype, verify, Deadline.after(timeout), progress)
-        origin = self._origin(ref, asked, cache=cache)
-        return load_into(module, origin, asked, device=device, strict=strict, atomic=atomic)
+        asked = Asked(
+            files,
+            tensors,
+            None,
+            dtype,
+            verify,
+            Deadline.after(timeout),
+            progress,
+            device_decode,
+            Budget(max_host_bytes, max_device_extra_bytes),
+        )
+        tally = Tally(self.on_event)
+        with tally.watched(ref):
+            origin = self._origin(ref, asked, on_unavailable, tally, cache=cache)
+            return load_into(module, origin, asked, device=device, strict=strict, atomic=atomic)
 
     def stream(
         self,
@@ -156,6 +253,10 @@ class Loads(ABC):
         verify: Literal["fast", "full"] = "fast",
         timeout: float | None = None,
         progress: Callable[[int], None] | None = None,
+        on_unavailable: OnUnavailable = None,
+        device_decode: bool = False,
+        max_host_bytes: int | None = None,
+        max_device_extra_bytes: int | None = None,
     ) -> Iterator[tuple[str, torch.Tensor]]:
         """A version's tensors one after the other. The other arguments: see `Loads`.
 
@@ -166,8 +267,21 @@ class Loads(ABC):
         """
         from weightyard.loader.load import stream
 
-        asked = Asked(files, tensors, slices, dtype, verify, Deadline.after(timeout), progress)
-        return stream(self._origin(ref, asked, cache=cache), asked, device, ahead_bytes)
+        asked = Asked(
+            files,
+            tensors,
+            slices,
+            dtype,
+            verify,
+            Deadline.after(timeout),
+            progress,
+            device_decode,
+            Budget(max_host_bytes, max_device_extra_bytes),
+        )
+        tally = Tally(self.on_event)
+        with tally.watched(ref):
+            origin = self._origin(ref, asked, on_unavailable, tally, cache=cache)
+            return stream(origin, asked, device, ahead_bytes)
 
     def safe_open(
         self,
@@ -177,6 +291,7 @@ class Loads(ABC):
         files: str | Sequence[str] | None = None,
         cache: bool = True,
         verify: Literal["fast", "full"] = "fast",
+        on_unavailable: OnUnavailable = None,
     ) -> LazyWeights:
         """A version with the interface of safetensors' `safe_open`. The arguments: see `Loads`.
 
@@ -186,26 +301,81 @@ class Loads(ABC):
         from weightyard.loader.lazy import LazyWeights
 
         asked = Asked(files, verify=verify)
-        return LazyWeights(self._origin(ref, asked, cache=cache), asked, device)
+        origin = self._origin(ref, asked, on_unavailable, cache=cache, leaves=False)
+        return LazyWeights(origin, asked, device)
 
-    def _origin(self, ref: str, asked: Asked, *, cache: bool) -> Origin:
+    def _origin(
+        self,
+        ref: str,
+        asked: Asked,
+        on_unavailable: OnUnavailable = None,
+        tally: Tally | None = None,
+        *,
+        cache: bool,
+        leaves: bool = True,
+    ) -> Origin:
         """Where a ref's tensors are to be had."""
-        tally = Tally()
+        tally = tally or Tally(self.on_event)
         with tally.stage("resolve"):
-            version = self._version_to_use(ref)
-        return self._origin_of(version, asked, tally, cache=cache)
+            version = self._version_to_use(ref, on_unavailable, asked.deadline)
+        return self._origin_of(version, asked, tally, cache=cache, leaves=leaves)
 
-    def _origin_of(self, version: Version, asked: Asked, tally: Tally, *, cache: bool) -> Origin:
-        """Where a version's tensors are to be had: on this node, else in the store."""
+    def _origin_of(
+        self, version: Version, asked: Asked, tally: Tally, *, cache: bool, leaves: bool
+    ) -> Origin:
+        """Where a version's tensors are to be had: on this node, else in the store.
+
+        Where the store cannot be reached they are brought to this node. `leaves`: what is loaded
+        from the store may become a snapshot.
+        """
         with tally.stage("resolve"):
-            manifest = self._manifest_of(version)
+            manifest = self._manifest_of(version, asked.deadline)
             asked.deadline.left(f"resolving {version.ref}")
-        if cache and asked.verify == "fast":
-            snapshot = self.snapshots.find(Digest(version.digest))
-            if snapshot is not None:
-                from weightyard.loader.mapped import SnapshotOrigin
+        is_told = False
+        may_map = cache and asked.verify == "fast"
+        snapshot = self.snapshots.find(Digest(version.digest)) if may_map else None
+        if snapshot is None:
+            try:
+                store = self.store
+            except (StoreUnavailable, Unsupported):
+                # Bytes come through the service, which is slow: so once for all of this node.
+                if not may_map:
+                    raise
+                with tally.stage("snapshot"):
+                    snapshot = self._take_snapshot(
+                        version,
+                        progress=asked.progress,
+                        deadline=asked.deadline,
+                        on_bytes=tally.through_service,
+                    )
+                is_told = True
+        if snapshot is not None:
+            from weightyard.loader.mapped import SnapshotOrigin
 
-                return SnapshotOrigin(version, manifest, tally, snapshot)
+            return SnapshotOrigin(version, manifest, tally, snapshot, is_told=is_told)
         from weightyard.loader.stored import StoreOrigin
 
-        return StoreOrigin(version, manifest, tally, self.store, self.catalogue, self._settings)
+        leaves = leaves and may_map and asked.is_all and self._may_leave(version, store)
+
+        def leave(loaded: Loaded) -> None:
+            byproduct = Byproduct(version, loaded, store, asked.budget.reading_bytes)
+            self.byproducts.add(byproduct)
+
+        return StoreOrigin(
+            version,
+            manifest,
+            tally,
+            store,
+            self.catalogue,
+            self._settings,
+            leave if leaves else None,
+            self._expect,
+        )
+
+    def _may_leave(self, version: Version, store: Store) -> bool:
+        """Whether a snapshot of it is wanted: not of what this host has anyway, nor offline."""
+        return (
+            self._settings.cache_loads
+            and not isinstance(store, LocalStore)
+            and not isinstance(version, RememberedVersion)
+        )

@@ -41,6 +41,7 @@ class LazyWeights(Closing):
         self._asked = asked
         self._device = device_of(device)
         self._entries = {entry.name: entry for entry in origin.chosen(asked)}
+        origin.open_files(entry.file for entry in self._entries.values())
         self._open = ExitStack()
         self._open.enter_context(origin.held())
         self._is_closed = False

@@ -21,6 +21,9 @@ LEASE_S = 600.0
 
 _RENEW_S = 60.0
 
+_ENDING_S = 2.0
+"""How long a renewal under way is waited for: who closes is not to hang where nobody answers."""
+
 
 @contextmanager
 def held(catalogue: Catalogue, ref: str) -> Iterator[None]:
@@ -44,7 +47,7 @@ def held(catalogue: Catalogue, ref: str) -> Iterator[None]:
         yield
     finally:
         done.set()
-        renewing.join()
+        renewing.join(_ENDING_S)
         try:
             catalogue.release_lease(lease.id)
         except (Retryable, NotAllowed) as why:

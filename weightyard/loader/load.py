@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from weightyard.loader.asked import Asked
 from weightyard.loader.origin import Destination, Origin
 from weightyard.loader.placing import device_of
 from weightyard.loader.plan import TensorPlan, plan_tensors
+from weightyard.loader.recent import Recent
 from weightyard.loader.report import LoadReport
 from weightyard.records import Version
 
 if TYPE_CHECKING:
     import torch
+
+_MOST_PLANNED = 20_000
+"""Tensors and runs of which plans are kept: some MB."""
+
+_plans: Recent[Hashable, tuple[TensorPlan, ...]] = Recent(_MOST_PLANNED)
+"""By the digest of what they are of, where that came from, and what was asked for.
+
+An index file that a snapshot has is not verified before it is used: what it says must not count
+for those who want the store's.
+"""
 
 
 class Weights(dict[str, "torch.Tensor"]):
@@ -43,13 +54,14 @@ def stream(
     """The tensors asked for, one after the other in model order, read ahead within a budget."""
     to = Destination(device_of(device), ahead_bytes=ahead_bytes)
     plans = plan(origin, asked)
+    origin.open_files(one.file for one in plans)
     return _stream(origin, asked, to, plans)
 
 
 def _stream(
     origin: Origin, asked: Asked, to: Destination, plans: tuple[TensorPlan, ...]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    with origin.held():
+    with origin.tally.watched(origin.version.ref), origin.held():
         for one, tensor in origin.tensors(plans, asked, to):
             for name in one.names:
                 yield name, tensor
@@ -60,5 +72,13 @@ def _stream(
 def plan(origin: Origin, asked: Asked) -> tuple[TensorPlan, ...]:
     """What is asked for, found and fitted, before anything of it is read."""
     with origin.tally.stage("plan"):
-        entries = origin.chosen(asked)
-        return plan_tensors(entries, asked.indices(entries))
+        if asked.slices:  # a layout is this rank's, and may change
+            entries = origin.chosen(asked)
+            return plan_tensors(entries, asked.indices(entries))
+        patterns = (asked.file_patterns, asked.tensor_patterns)
+        said = (one if one is None else tuple(one) for one in patterns)
+        key = (origin.version.digest, type(origin), *said)
+        if (known := _plans.get(key)) is not None:
+            return known
+        plans = plan_tensors(origin.chosen(asked))
+        return _plans.keep(key, plans, sum(1 + len(one.fetches) for one in plans))

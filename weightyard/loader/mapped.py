@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from weightyard.errors import Damaged
 from weightyard.format.manifest import FileEntry, Manifest
 from weightyard.loader.asked import Asked
+from weightyard.loader.mapping import MappedFile
 from weightyard.loader.origin import Destination, Origin
 from weightyard.loader.placing import settled
 from weightyard.loader.plan import TensorPlan
 from weightyard.loader.report import LoadReport, Tally
-from weightyard.loader.slicing import Region, Steps
+from weightyard.loader.slicing import Region, Steps, whole_region
 from weightyard.loader.snapshot import Snapshot
-from weightyard.loader.state import torch_dtype
 from weightyard.records import Version
 from weightyard.transfer.source import FileSource
 
@@ -27,31 +27,49 @@ class SnapshotOrigin(Origin):
     """A version of which this node has the files. They are in use as long as this is."""
 
     def __init__(
-        self, version: Version, manifest: Manifest, tally: Tally, snapshot: Snapshot
+        self,
+        version: Version,
+        manifest: Manifest,
+        tally: Tally,
+        snapshot: Snapshot,
+        *,
+        is_told: bool = False,
     ) -> None:
+        """`is_told`: its bytes were told as progress already, when they came to this node."""
         super().__init__(version, manifest, tally)
+        self._is_told = is_told
         self._snapshot = self.in_use = snapshot  # one that is in use is not evicted
+        self._mapped: dict[str | None, MappedFile] = {}
+
+    def open_files(self, files: Iterable[int | None]) -> None:
+        """Map them: one that is removed or set aside while it is in use loses only its names."""
+        for number in dict.fromkeys(files):
+            path = self._path(number)
+            if path not in self._mapped:
+                with self.tally.stage("map"):
+                    self._mapped[path] = self._snapshot.mapped(path)
 
     def head(self, file: FileEntry, length: int, asked: Asked) -> bytes:
+        if (mapped := self._mapped.get(file.path)) is not None:
+            return mapped.head(length)
         return FileSource(self._snapshot.path.joinpath(*file.name.parts)).read_at(0, length)
 
     def tensors(
         self, plans: Sequence[TensorPlan], asked: Asked, to: Destination
     ) -> Iterator[tuple[TensorPlan, torch.Tensor]]:
         dtype = asked.torch_dtype
-        files: dict[int | None, dict[str, torch.Tensor]] = {}
+        is_here = to.device.type == "cpu"
+        self.open_files(plan.file for plan in plans)
         for plan in plans:
-            if plan.file not in files:
-                path = None if plan.file is None else self.manifest.files[plan.file].path
-                with self.tally.stage("map"):
-                    files[plan.file] = self._snapshot.tensors(path)
             target = to.targets.get(plan.name)
-            with self.tally.stage("place"):
-                tensor = picked(self._found(plan, files[plan.file]), plan.region)
-                tensor = tensor if target is not None else tensor.to(to.device)
-            self.tally.delivered(len(plan.names), plan.bytes)
-            if asked.progress is not None:
-                asked.progress(plan.bytes)
+            tensor = self._found(plan, self._mapped[self._path(plan.file)])
+            if not is_here or plan.region != whole_region(tensor.shape):
+                with self.tally.stage("place"):
+                    tensor = picked(tensor, plan.region)
+                    tensor = tensor if target is not None else tensor.to(to.device)
+            self.tally.delivered(len(plan.names), tensor.nbytes)
+            if asked.progress is not None and not self._is_told:
+                asked.progress(tensor.nbytes)
             asked.deadline.left("loading")
             yield plan, settled(tensor, target, dtype, self.tally)
 
@@ -62,9 +80,15 @@ class SnapshotOrigin(Origin):
         self._snapshot.recheck()
         return self.tallied(device, from_snapshot=True, **more)
 
-    def _found(self, plan: TensorPlan, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
-        tensor = tensors.get(plan.name)
-        if tensor is None or tensor.dtype != torch_dtype(plan.dtype):
+    def _path(self, number: int | None) -> str | None:
+        return None if number is None else self.manifest.files[number].path
+
+    def _found(self, plan: TensorPlan, file: MappedFile) -> torch.Tensor:
+        tensor = file.tensor(plan.name, plan.dtype)
+        if tensor is None and plan.file is None:  # of those that are tied the file has the first
+            tied = (one.tied for one in self.manifest.tensors if one.name == plan.name)
+            tensor = file.tensor(next(tied, None) or plan.name, plan.dtype)
+        if tensor is None:
             raise Damaged(
                 f"the snapshot of {self.version.ref} has no tensor {plan.name} of {plan.dtype}: "
                 "see `weightyard cache verify`"
@@ -74,10 +98,7 @@ class SnapshotOrigin(Origin):
 
 def picked(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     """What a region picks: the tensor itself if that is all of it, else a copy of its own."""
-    if all(
-        (steps.start, steps.count, steps.step) == (0, size, 1) and steps.is_kept
-        for steps, size in zip(region, tensor.shape, strict=True)
-    ):
+    if region == whole_region(tensor.shape):
         return tensor
     chosen = tensor[tuple(map(_forward, region))]
     kept = [steps for steps in region if steps.is_kept]

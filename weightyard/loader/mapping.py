@@ -2,17 +2,94 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightyard.errors import Damaged, Unsupported
+from weightyard.format.dtypes import DType
+from weightyard.format.safetensors import (
+    LENGTH_BYTES,
+    HeaderTensor,
+    OddFile,
+    header_length,
+    parse_header,
+)
+from weightyard.loader.recent import Recent
+from weightyard.loader.state import bytes_of, torch_dtype
 
 if TYPE_CHECKING:
     import torch
 
+_MOST_LYING = 20_000
+"""Tensors of which is known where they lie: a few MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class _FileState:
+    """What a file is as long as nobody writes to it."""
+
+    device: int
+    inode: int
+    bytes: int
+    modified_ns: int
+    changed_ns: int
+
+
+_lying: Recent[_FileState, Mapping[str, HeaderTensor]] = Recent(_MOST_LYING)
+
+
+class MappedFile:
+    """A safetensors file whose tensors follow each other without holes, as those of versions do.
+
+    Pages are private: what is changed is copied first, by the kernel. Tensors outlive this.
+    """
+
+    def __init__(self, file: Path) -> None:
+        """Raises Damaged if it is no such file, Unsupported."""
+        import torch
+
+        path = str(file)
+        try:
+            seen = os.stat(path)
+            # Not by `mmap`, which keeps a file open for as long as it is mapped.
+            storage = torch.UntypedStorage.from_file(path, False, seen.st_size)
+            assert isinstance(storage, torch.UntypedStorage)
+        except (OSError, RuntimeError) as why:
+            raise _damaged(file, why) from why
+        self._pages = bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage))
+        state = _FileState(
+            seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
+        )
+        found = _lying.get(state)
+        if found is None:
+            found = _tensors_in(file, self._pages)
+            _lying.keep(state, found, len(found))
+        self._lying = found
+
+    def head(self, length: int) -> bytes:
+        """The first bytes of the file."""
+        return bytes(self._pages[:length])
+
+    def tensor(self, name: str, dtype: DType) -> torch.Tensor | None:
+        """A tensor, with memory of its own; None if there is no such one. Raises Unsupported."""
+        import torch
+
+        lies = self._lying.get(name)
+        if lies is None or lies.dtype is not dtype:
+            return None
+        kind = torch_dtype(dtype)
+        if lies.begin == lies.end:
+            return torch.empty(lies.shape, dtype=kind)
+        count = (lies.end - lies.begin) // kind.itemsize
+        flat = torch.frombuffer(self._pages, dtype=kind, count=count, offset=lies.begin)
+        return flat.view(lies.shape)
+
 
 def map_file(file: Path, *, tied: bool = False) -> dict[str, torch.Tensor]:
-    """The tensors of a file. Pages are private: what is changed is copied first, by the kernel.
+    """The tensors of any safetensors file, also one that was kept as plain bytes; mapped likewise.
 
     `tied`: names that the file's metadata gives to tensors of another name come back too, as the
     same memory. Raises Damaged if it is no safetensors file, Unsupported.
@@ -28,8 +105,20 @@ def map_file(file: Path, *, tied: bool = False) -> dict[str, torch.Tensor]:
     except ModuleNotFoundError:
         raise Unsupported("tensors need torch: pip install 'weightyard[torch]'") from None
     except (SafetensorError, OSError) as why:
-        raise Damaged(f"{file}: {why}: see `weightyard cache verify`") from why
+        raise _damaged(file, why) from why
     for name, first in names.items():
         if name not in tensors and first in tensors:
             tensors[name] = tensors[first]
     return tensors
+
+
+def _tensors_in(file: Path, pages: memoryview) -> dict[str, HeaderTensor]:
+    length = header_length(pages[:LENGTH_BYTES], pages.nbytes)
+    header = length if isinstance(length, OddFile) else parse_header(pages[:length], pages.nbytes)
+    if isinstance(header, OddFile):
+        raise _damaged(file, header.reason)
+    return {one.name: one for one in header.tensors}
+
+
+def _damaged(file: Path, why: object) -> Damaged:
+    return Damaged(f"{file}: {why}: see `weightyard cache verify`")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from weightyard.errors import NotOnNode
+from weightyard.errors import NotOnNode, Retryable
 from weightyard.loader.remembered import Remembered
 from weightyard.logs import Log
 from weightyard.names import Ref
-from weightyard.records import RememberedVersion
+from weightyard.records import ReadLease, RememberedVersion, Version
 
 _log = Log(__name__)
 
@@ -18,12 +18,19 @@ class OfflineCatalogue:
 
     is_service = True
 
-    def __init__(self, remembered: Remembered) -> None:
+    def __init__(self, remembered: Remembered, why: Retryable | None = None) -> None:
+        """`why`: what the yard failed with when it was opened; None: it was not asked."""
         self._remembered = remembered
+        self._why = why
 
-    def resolve(self, ref: Ref) -> RememberedVersion:
+    def require_asked(self) -> None:
+        """Raises why the yard could not be had, if it was tried: for who wants no old answer."""
+        if self._why is not None:
+            raise self._why.with_traceback(None)
+
+    def resolve(self, ref: Ref) -> Version:
         """The version a ref meant when this node last asked. Raises NotOnNode."""
-        found = recalled(self._remembered, ref, "offline")
+        found = recalled(self._remembered, ref, str(self._why or "offline"))
         if found is None:
             raise NotOnNode(
                 f"working offline, and this node never asked what {ref} means: use it once while "
@@ -34,7 +41,7 @@ class OfflineCatalogue:
     def mark_used(self, ref: Ref) -> None:
         """Nobody is there to be told."""
 
-    def take_lease(self, ref: Ref, holder: str, seconds: float) -> NoReturn:
+    def take_lease(self, ref: Ref, holder: str, seconds: float) -> ReadLease:
         """Who wants to read the store says so first. Raises NotOnNode."""
         raise NotOnNode(
             f"{ref} has no snapshot on this node, and the work is offline: make one with "
@@ -45,7 +52,7 @@ class OfflineCatalogue:
     def close(self) -> None:
         pass
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         _refuse(name)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -56,6 +56,13 @@ class Origin(ABC):
         """
 
     @abstractmethod
+    def open_files(self, files: Iterable[int | None]) -> None:
+        """Have files at hand from now on, by number; None: that of a state dict. Raises Damaged.
+
+        What is read of them later is there even if they lose their names meanwhile.
+        """
+
+    @abstractmethod
     def held(self) -> AbstractContextManager[object]:
         """Inside, the bytes stay, whatever happens to the version."""
 
@@ -65,15 +72,22 @@ class Origin(ABC):
 
     def chosen(self, asked: Asked) -> list[TensorEntry]:
         """The tensors asked for, in model order. Reads the index of a sharded model if it must."""
-        files = asked.file_patterns
-        entry = index_needed(self.manifest, files)
-        index = None
-        if entry is not None:
-            if entry.bytes > MAX_INDEX_BYTES:
-                raise TooLarge(f"{entry.path} has {entry.bytes} bytes; at most {MAX_INDEX_BYTES}")
-            index = read_index(self.head(entry, entry.bytes, asked))
-        return choose(self.manifest, files, asked.tensor_patterns, index)
+        return chosen(self.manifest, asked, lambda file: self.head(file, file.bytes, asked))
 
     def tallied(self, device: object, **more: Any) -> LoadReport:
         age_s = getattr(self.version, "age_s", None)  # of one that is remembered, offline
         return self.tally.report(self.version, str(device), resolved_s_ago=age_s, **more)
+
+
+def chosen(
+    manifest: Manifest, asked: Asked, read: Callable[[FileEntry], bytes]
+) -> list[TensorEntry]:
+    """The tensors asked for, in model order. `read` gives the index of a sharded model."""
+    files = asked.file_patterns
+    entry = index_needed(manifest, files)
+    index = None
+    if entry is not None:
+        if entry.bytes > MAX_INDEX_BYTES:
+            raise TooLarge(f"{entry.path} has {entry.bytes} bytes; at most {MAX_INDEX_BYTES}")
+        index = read_index(read(entry))
+    return choose(manifest, files, asked.tensor_patterns, index)

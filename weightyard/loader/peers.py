@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
 
@@ -33,7 +33,10 @@ GRACE_S = 2.0
 """How much longer than a deadline, so that the rank it ends first can say so."""
 
 ROLL_CALL_S = 3.0
-"""How long it may take those who are left to find each other, when one is gone."""
+"""How long after one another those who are left answer, when one is gone."""
+
+ALONE_S = 10.0
+"""How long it may take the first of several to answer."""
 
 MAX_SAID_BYTES = 256 * MIB
 """No rank has more to say: what it wants of a version is a few bytes for each chunk at most."""
@@ -53,8 +56,33 @@ class Parcel:
     memory: memoryview
 
 
+class Ranks(Protocol):
+    """The ranks that load together. All call the same methods, in the same order."""
+
+    rank: int
+    size: int
+
+    def tell(self, step: Callable[[], bytes], doing: str) -> list[bytes]:
+        """Do something, and hear what every rank has to say of it, in the order of ranks."""
+
+    def swap(self, sends: Sequence[Parcel], receives: Sequence[Parcel], doing: str) -> None:
+        """Send and receive, all at once. What two ranks exchange matches in order and length."""
+
+
+class Alone:
+    """The only rank there is: it has nobody to tell or to ask."""
+
+    rank, size = 0, 1
+
+    def tell(self, step: Callable[[], bytes], doing: str) -> list[bytes]:
+        return [step()]
+
+    def swap(self, sends: Sequence[Parcel], receives: Sequence[Parcel], doing: str) -> None:
+        pass
+
+
 class Peers:
-    """The ranks of a group, in one load. All call the same methods, in the same order.
+    """The ranks of a group, in one load.
 
     Numbers of ranks are those inside the group; errors name them as the world does.
     """
@@ -190,9 +218,13 @@ class Peers:
         try:
             store = self._group.get_group_store()
             store.set(keys[self.rank], "here")
-            until = time.monotonic() + ROLL_CALL_S
+            # That all others are gone is less likely than that they are slow to notice.
+            until = time.monotonic() + (ROLL_CALL_S if self.size == 2 else ALONE_S)
             while len(here) < self.size and time.monotonic() < until:
-                here |= {rank for rank in self._others if store.check([keys[rank]])}
+                came = {one for one in self._others if store.check([keys[one]])} - here
+                if came:
+                    here |= came
+                    until = time.monotonic() + ROLL_CALL_S
                 time.sleep(_POLL_S)
         except RuntimeError as why:
             # Who keeps the store may have left before us, or be the one that is gone.

@@ -96,10 +96,10 @@ def settled(
     tensor: torch.Tensor, target: torch.Tensor | None, dtype: torch.dtype | None, tally: Tally
 ) -> torch.Tensor:
     """A whole tensor as it is wanted: in the target, or of the dtype. Integers are not cast."""
-    import torch
-
     if target is not None:
         if target is not tensor:
+            import torch
+
             with tally.stage("place"), torch.no_grad():
                 target.copy_(tensor)
         return target

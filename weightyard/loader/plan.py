@@ -16,7 +16,7 @@ from weightyard.errors import Refused, Unsupported
 from weightyard.format.block import CHUNK_BYTES, MIB
 from weightyard.format.dtypes import DType, nbytes
 from weightyard.format.manifest import Box, Extent, TensorEntry
-from weightyard.loader.slicing import Index, Region, region_of, region_shape
+from weightyard.loader.slicing import Index, Region, region_of, region_shape, whole_region
 
 PICK_BYTES = 16 * MIB
 """No run to pick from is longer, so that picking takes little memory beside the tensor."""
@@ -95,16 +95,18 @@ def plan_tensors(
         except Refused as why:
             raise Refused(f"slice of tensor {entry.name}: {why}") from None
         plans.setdefault((entry.tied or entry.name, region), (entry, []))[1].append(entry.name)
-    return tuple(
-        TensorPlan(
-            tuple(names),
-            entry.file,
-            entry.dtype,
-            region_shape(region),
-            region,
-            tuple(_fetches(entry, region)),
-        )
-        for (_, region), (entry, names) in plans.items()
+    return tuple(plan_region(entry, region, names) for (_, region), (entry, names) in plans.items())
+
+
+def plan_region(entry: TensorEntry, region: Region, names: Sequence[str]) -> TensorPlan:
+    """What to fetch for some of a tensor. Raises Unsupported for elements under a byte."""
+    return TensorPlan(
+        tuple(names),
+        entry.file,
+        entry.dtype,
+        region_shape(region),
+        region,
+        tuple(_fetches(entry, region)),
     )
 
 
@@ -130,6 +132,9 @@ def _fetches(entry: TensorEntry, region: Region) -> Iterator[Fetch]:
             raise Unsupported(f"tensor {entry.name}: {entry.dtype} is only loaded whole")
         extents = entry.boxes[0].extents
         yield Fetch(extents, nbytes(entry.dtype, shape), 0)
+        return
+    if len(entry.boxes) == 1 and region == whole_region(entry.shape):
+        yield Fetch(entry.boxes[0].extents, nbytes(entry.dtype, shape), 0)
         return
     kept = iter(_strides(shape, width))
     into_strides = [next(kept) if steps.is_kept else 0 for steps in region]

@@ -21,9 +21,10 @@ def private_folder(folder: Path) -> Path:
     a hand in it: a link, or a folder of someone else, is refused.
     """
     with translated(folder):
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
+        if not os.path.lexists(folder):
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
         above = folder.parent.stat()
         if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
             raise NotAllowed(f"{folder.parent} can be changed by every user: chmod o-w it")
@@ -81,7 +82,8 @@ def read_small(file: Path, limit_bytes: int) -> bytes | None:
         seen = os.fstat(handle)
         if not stat.S_ISREG(seen.st_mode) or seen.st_uid != os.geteuid():
             return None
-        content = opened.read(limit_bytes + 1)
+        # Not up to the limit at once: for as much as is asked for, memory is made.
+        content = opened.read(min(seen.st_size, limit_bytes) + 1)
     return content if len(content) <= limit_bytes else None
 
 

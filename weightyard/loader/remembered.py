@@ -6,6 +6,7 @@ import hashlib
 import time
 from collections.abc import Collection
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from weightyard.errors import YardError
 from weightyard.format import manifest as manifests
 from weightyard.format.manifest import Manifest
 from weightyard.loader.private import private_folder, read_small, write_small
+from weightyard.loader.recent import Recent
 from weightyard.loader.snapshot import modified_s
 from weightyard.logs import Log
 from weightyard.names import Digest, Ref
@@ -32,6 +34,20 @@ _FRESH_S = 60.0
 """How old the note of a ref may be before it is written again, if it still means the same."""
 
 
+_MOST_IN_MEMORY = 100_000
+"""Parts of the manifests that are kept as objects: some MB."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Noted:
+    """A note of a ref as this process saw it last."""
+
+    file: Path
+    at: float
+    """When it was written."""
+    digest: str
+
+
 class _Resolution(Record):
     yard: str
     ref: str
@@ -45,6 +61,8 @@ class Remembered:
     def __init__(self, cache: Path, yard: str) -> None:
         self._cache = cache.expanduser().absolute()
         self._yard = yard.rstrip("/")
+        self._noted: Recent[str, _Noted] = Recent(MAX_RESOLUTIONS)
+        self._manifests: Recent[str, Manifest] = Recent(_MOST_IN_MEMORY)
 
     @property
     def manifests(self) -> Path:
@@ -97,11 +115,14 @@ class Remembered:
 
     def manifest(self, digest: Digest) -> Manifest | None:
         """A manifest that was remembered, checked against its digest."""
+        if (known := self._manifests.get(digest.hex)) is not None:
+            return known
         stored = read_small(self._of(digest), manifests.MAX_STORED_BYTES)
         if stored is None:
             return None
         try:
-            return manifests.decode(stored, digest)
+            found = manifests.decode(stored, digest)
+            return self._manifests.keep(digest.hex, found, _parts(found))
         except YardError as why:
             _log.warning("node.manifest_dropped", manifest=digest, reason=why)
             self._of(digest).unlink(missing_ok=True)
@@ -115,10 +136,15 @@ class Remembered:
         _keep_newest(self.manifests, MAX_MANIFESTS, MAX_MANIFEST_BYTES, kept)
 
     def _note(self, ref: str, version: Version) -> None:
-        file = self._file(ref)
-        if time.time() - modified_s(file) < _FRESH_S:
+        noted = self._noted.get(ref)
+        file = noted.file if noted is not None else self._file(ref)
+        at = modified_s(file)
+        if time.time() - at < _FRESH_S:
+            if noted == _Noted(file, at, version.digest):
+                return
             known = self.recall(Ref.parse(ref))
             if known is not None and known.digest == version.digest:
+                self._noted.keep(ref, _Noted(file, at, version.digest), 1)
                 return
         private_folder(self.resolutions)
         is_new = not file.exists()
@@ -133,6 +159,12 @@ class Remembered:
 
     def _of(self, digest: Digest) -> Path:
         return self.manifests / digest.hex
+
+
+def _parts(manifest: Manifest) -> int:
+    extents = sum(len(file.extents) for file in manifest.files)
+    extents += sum(len(box.extents) for tensor in manifest.tensors for box in tensor.boxes)
+    return 1 + len(manifest.blocks) + len(manifest.tensors) + extents
 
 
 def _keep_newest(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Protocol
 
 from weightyard.format.block import aligned
 from weightyard.loader.batches import BATCH_BYTES, Batch, Part
+from weightyard.loader.budget import SLABS
 from weightyard.loader.filling import Filled
 from weightyard.loader.placing import Fill, Placer, is_same_memory, settled
 from weightyard.loader.plan import TensorPlan
@@ -18,9 +19,6 @@ from weightyard.loader.state import bytes_of, empty_tensor, torch_dtype
 
 if TYPE_CHECKING:
     import torch
-
-SLABS = 3
-"""Two being filled while a third is on its way to the device."""
 
 
 class Mark(Protocol):
@@ -45,8 +43,11 @@ class Copies(Protocol):
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy. The source stays as it is until a mark set after this was passed."""
 
+    def run(self, work: Callable[[], object]) -> None:
+        """Queue work on the device's own memory, behind the copies queued so far."""
+
     def mark(self) -> Mark:
-        """Set a mark behind the copies queued so far."""
+        """Set a mark behind all that was queued so far."""
 
     def hand_over(self) -> None:
         """What the caller's thread queues from now on comes after the copies queued so far."""
@@ -84,9 +85,9 @@ class RingPlacer(Placer):
         self._tensors: dict[int, torch.Tensor] = {}
         self._picked: dict[int, tuple[torch.Tensor, memoryview]] = {}
         self._free: queue.SimpleQueue[_Slab] = queue.SimpleQueue()
-        length = min(slab_bytes, sum(aligned(plan.bytes) for plan in plans))
+        self.slab_length = min(slab_bytes, sum(aligned(plan.bytes) for plan in plans))
         for _ in range(slabs):
-            self._free.put(_Slab(copies.slab(length)))
+            self._free.put(_Slab(copies.slab(self.slab_length)))
 
     def begin(self, number: int) -> None:
         plan, target = self._plans[number], self._targets.get(number)
@@ -105,9 +106,7 @@ class RingPlacer(Placer):
             for part in batch.parts:
                 dtype, length = self._plans[part.tensor].dtype, part.fetch.length
                 if part.tensor in self._picked:
-                    where += _assembled(
-                        part, self._plans[part.tensor], self._picked[part.tensor][1]
-                    )
+                    where += self.assembled(part)
                 else:
                     room = slab.memory[at : at + length]
                     where.append(Filled(part.fetch, dtype, bytes_of(room)))
@@ -116,10 +115,21 @@ class RingPlacer(Placer):
             fill(where)
             with self._tally.stage("place"):
                 for part, room in sent:
-                    assert isinstance(part.fetch.goes, int)
-                    whole = _flat(self._tensors[part.tensor])
-                    self._copies.copy(whole[part.fetch.goes :][: part.fetch.length], room)
+                    goes, length = part.fetch.goes, part.fetch.length
+                    assert isinstance(goes, int)
+                    self._copies.copy(self.bytes_on_device(part.tensor, goes, length), room)
             slab.busy = self._copies.mark()
+
+    def assembled(self, part: Part) -> Iterator[Filled]:
+        """Where a part of a tensor goes that is put together on the host."""
+        memory = self._picked[part.tensor][1]
+        if isinstance(part.fetch.goes, int):
+            memory = memory[part.fetch.goes : part.fetch.goes + part.fetch.length]
+        yield Filled(part.fetch, self._plans[part.tensor].dtype, memory)
+
+    def bytes_on_device(self, number: int, start: int, length: int) -> torch.Tensor:
+        """Some of the memory of a tensor that was begun."""
+        return _flat(self._tensors[number])[start : start + length]
 
     def finish(self, number: int) -> torch.Tensor:
         tensor = self._tensors.pop(number)
@@ -145,13 +155,6 @@ class RingPlacer(Placer):
             yield slab
         finally:
             self._free.put(slab)
-
-
-def _assembled(part: Part, plan: TensorPlan, memory: memoryview) -> Iterator[Filled]:
-    """A part of a tensor that is put together on the host."""
-    if isinstance(part.fetch.goes, int):
-        memory = memory[part.fetch.goes : part.fetch.goes + part.fetch.length]
-    yield Filled(part.fetch, plan.dtype, memory)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -195,13 +198,16 @@ class AcceleratorCopies:
         self._side.wait_stream(torch.accelerator.current_stream(self._device))
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
+        self.run(lambda: into.copy_(source, non_blocking=True))
+
+    def run(self, work: Callable[[], object]) -> None:
         import torch
 
         with self._lock:
             before = torch.accelerator.current_stream(self._device)
             torch.accelerator.set_stream(self._side)
             try:
-                into.copy_(source, non_blocking=True)
+                work()
             finally:
                 torch.accelerator.set_stream(before)
 

@@ -62,30 +62,38 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Who reads what, in rounds: what was read in one is exchanged before that of the next."""
+    """Who reads what. What several want is read in rounds: exchanged before that of the next."""
 
     rounds: tuple[tuple[Portion, ...], ...]
+    own: tuple[tuple[Portion, ...], ...]
+    """By rank: what only that one wants."""
 
     @property
     def bytes(self) -> int:
         """What all ranks together read."""
-        return sum(portion.length for portions in self.rounds for portion in portions)
+        return sum(portion.length for portions in self.own + self.rounds for portion in portions)
 
     def read_by(self, rank: int) -> Iterator[Portion]:
+        yield from self.own[rank]
         for portions in self.rounds:
             yield from (portion for portion in portions if portion.reader == rank)
 
 
 def wants_of(plans: Iterable[TensorPlan]) -> Wants:
     """What plans need: whole chunks, the least that can be read and checked."""
+    return chunks_of(extent for plan in plans for fetch in plan.fetches for extent in fetch.extents)
+
+
+def chunks_of(extents: Iterable[Extent]) -> Wants:
+    """The chunks that extents touch."""
     runs: dict[int, list[tuple[int, int]]] = {}
-    for plan in plans:
-        for fetch in plan.fetches:
-            for extent in fetch.extents:
-                first, end = extent.offset, extent.offset + extent.length
-                run = first // CHUNK_BYTES, -(-end // CHUNK_BYTES)
-                runs.setdefault(extent.block, []).append(run)
-    return {block: _merged(runs[block]) for block in sorted(runs)}
+    for extent in extents:
+        runs.setdefault(extent.block, []).append(chunk_run(extent))
+    return {block: merged(runs[block]) for block in sorted(runs)}
+
+
+def chunk_run(extent: Extent) -> tuple[int, int]:
+    return extent.offset // CHUNK_BYTES, -(-(extent.offset + extent.length) // CHUNK_BYTES)
 
 
 def encode_wants(wants: Wants) -> bytes:
@@ -102,17 +110,16 @@ def decode_wants(data: bytes, blocks: Sequence[BlockEntry], *, whole: bool = Fal
         if not 0 <= block < len(blocks) or not 0 <= first < end <= _chunks(blocks[block]):
             raise Refused("another rank wants what the version does not have: is it the same?")
         wants.setdefault(block, []).append((0, _chunks(blocks[block])) if whole else (first, end))
-    return {block: _merged(runs) for block, runs in wants.items()}
+    return {block: merged(runs) for block, runs in wants.items()}
 
 
-def shared_blocks(wants: Sequence[Wants]) -> list[int]:
-    """The blocks that more than one rank wants something of."""
-    seen: set[int] = set()
-    twice: set[int] = set()
+def wanted_by_any(wants: Iterable[Wants]) -> Wants:
+    """What at least one rank wants."""
+    runs: dict[int, list[tuple[int, int]]] = {}
     for one in wants:
-        twice |= seen & one.keys()
-        seen |= one.keys()
-    return sorted(twice)
+        for block, some in one.items():
+            runs.setdefault(block, []).extend(some)
+    return {block: merged(runs[block]) for block in sorted(runs)}
 
 
 def split_reads(
@@ -134,27 +141,26 @@ def split_reads(
     each = max(CHUNK_BYTES, min(RUN_BYTES, round_bytes // len(wants)))
     longest = max(CHUNK_BYTES, min(each, total // (_PARTS * len(wants))))
     portions = list(_joined(pieces, lying, longest // CHUNK_BYTES * CHUNK_BYTES, whole))
-    taken = [0] * len(wants)
+    own: list[list[Portion]] = [[] for _ in wants]
     for portion in portions:
         if not portion.is_shared:
-            taken[portion.reader] += portion.length
+            own[portion.reader].append(portion)
+    taken = [sum(portion.length for portion in some) for some in own]
     most = _MOST_SHARES * total // len(wants)
     hops: dict[str, list[int]] = {}
     queues: list[list[Portion]] = [[] for _ in wants]
-    for portion in portions:
-        reader = portion.reader
-        if portion.is_shared:
-            where = lying.get(portion.extents[0].block, _NOWHERE)
-            if where.pack not in hops:
-                hops[where.pack] = [_nearest(place, where.replicas) for place in places]
-            far, length = hops[where.pack], portion.length
-            reader = min(
-                portion.wanting,
-                key=lambda rank: (taken[rank] + length > most, far[rank], taken[rank], rank),
-            )
-            taken[reader] += length
+    for portion in (one for one in portions if one.is_shared):
+        where = lying.get(portion.extents[0].block, _NOWHERE)
+        if where.pack not in hops:
+            hops[where.pack] = [_nearest(place, where.replicas) for place in places]
+        far, length = hops[where.pack], portion.length
+        reader = min(
+            portion.wanting,
+            key=lambda rank: (taken[rank] + length > most, far[rank], taken[rank], rank),
+        )
+        taken[reader] += length
         queues[reader].append(Portion(reader, portion.wanting, portion.extents))
-    return Split(tuple(_rounds(queues, each)))
+    return Split(tuple(_rounds(queues, each)), tuple(map(tuple, own)))
 
 
 @dataclass(slots=True)
@@ -229,7 +235,7 @@ def _nearest(place: Place, replicas: Sequence[Replica]) -> int:
     return min((place.hops(replica) for replica in sound), default=0)
 
 
-def _merged(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merged(runs: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Runs in order, those that touch made one."""
     merged: list[tuple[int, int]] = []
     for first, end in sorted(runs):

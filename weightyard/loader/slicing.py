@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from types import EllipsisType
 from typing import Any, TypeAlias
 
@@ -42,8 +43,16 @@ Region: TypeAlias = tuple[Steps, ...]
 """One for each dimension of the tensor."""
 
 
+@lru_cache(maxsize=1024)  # most tensors of a model have one of a few shapes
+def whole_region(shape: tuple[int, ...]) -> Region:
+    """All of a tensor."""
+    return tuple(Steps(0, size) for size in shape)
+
+
 def region_of(index: Index, shape: Sequence[int]) -> Region:
     """What an index means on a tensor of this shape. Raises Refused where NumPy raises."""
+    if index is ...:
+        return whole_region(tuple(shape))
     given = list(index) if isinstance(index, tuple) else [index]
     gaps = [at for at, one in enumerate(given) if one is ...]
     if len(gaps) > 1:

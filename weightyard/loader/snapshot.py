@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +27,8 @@ from weightyard.transfer.source import translated
 
 if TYPE_CHECKING:
     import torch
+
+    from weightyard.loader.mapping import MappedFile
 
 _log = Log(__name__)
 
@@ -74,7 +77,7 @@ class Record(msgspec.Struct, frozen=True):
         return sum(file.bytes for file in self.files)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Place:
     """Where one snapshot lies, and beside it what belongs to it."""
 
@@ -106,21 +109,21 @@ class Place:
     def digest(self) -> Digest:
         return Digest(self.name[:64])
 
-    @property
+    @cached_property
     def folder(self) -> Path:
         return self.root / self.name
 
-    @property
+    @cached_property
     def lock(self) -> Path:
         """Shared while it is used, alone while it is made or removed; touched at every use."""
         return self.root / ".state" / f"{self.name}.lock"
 
-    @property
+    @cached_property
     def checked(self) -> Path:
         """Touched when all its bytes have been verified."""
         return self.root / ".state" / f"{self.name}.checked"
 
-    @property
+    @cached_property
     def record_file(self) -> Path:
         return self.root / ".state" / f"{self.name}.json"
 
@@ -217,12 +220,21 @@ class Snapshot(Closing):
         from weightyard.loader.mapping import map_file
 
         is_state = file is None or (self._record.has_state and file == STATE_FILE)
+        return map_file(self._file(file), tied=is_state)
+
+    def mapped(self, file: str | None = None) -> MappedFile:
+        """The same, of a file that has tensors by its version: only those asked for are made."""
+        from weightyard.loader.mapping import MappedFile
+
+        return MappedFile(self._file(file))
+
+    def _file(self, file: str | None) -> Path:
         if file is None and not self._record.has_state:
             raise NoSuchThing(f"{self._record.ref} has no tensors of a state dict")
         path = FilePath(file or STATE_FILE)
         if path.text not in {one.path for one in self._record.files}:
             raise NoSuchThing(f"the snapshot of {self._record.ref} has no file {path}")
-        return map_file(self.path.joinpath(*path.parts), tied=is_state)
+        return self.path.joinpath(*path.parts)
 
     def verify(self) -> list[str]:
         """Read every byte; the paths of files that are not as they were made, none if all are.

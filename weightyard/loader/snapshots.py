@@ -36,9 +36,11 @@ from weightyard.errors import (
 )
 from weightyard.loader.locks import Lock
 from weightyard.loader.private import private_folder, read_small, sync_folder, write_small
+from weightyard.loader.recent import Recent
 from weightyard.loader.snapshot import ROOT_NAME, FileRecord, Place, Record, Snapshot, modified_s
 from weightyard.logs import Log
 from weightyard.names import Digest, FilePath
+from weightyard.storage.deadline import Deadline
 from weightyard.transfer.source import translated
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ _PAUSE_S = 0.05
 _SOON_S = 2.0
 _SIGN_OF_LIFE_S = 1.0
 _OLD_S = 3600.0
+_MOST_PLACES = 64
 
 Make = Callable[[Path, Callable[[int], None]], Record]
 """Fills a folder, tells of bytes done, and says what is in it."""
@@ -80,11 +83,15 @@ class Snapshots:
     def __init__(self, cache: Path, max_bytes: int | None = None) -> None:
         self.root = cache.expanduser().absolute() / ROOT_NAME
         self._max_bytes = max_bytes
+        self._places: Recent[Digest, Place] = Recent(_MOST_PLACES)
 
     def find(self, digest: Digest) -> Snapshot | None:
         """The snapshot of a whole version, in use from now on; None if it is not on this node."""
         try:
-            return self.open(Place.of(self.root, digest))
+            place = self._places.get(digest)
+            if place is None:
+                place = self._places.keep(digest, Place.of(self.root, digest), 1)
+            return self.open(place)
         except (YardError, OSError) as why:
             _log.warning("snapshot.not_usable", snapshot=digest, reason=why)
             return None
@@ -106,10 +113,14 @@ class Snapshots:
             time.sleep(_PAUSE_S)
         return None
 
-    def obtain(self, place: Place, make: Make) -> Snapshot:
+    def obtain(
+        self, place: Place, make: Make, deadline: Deadline, *, is_patient: bool = True
+    ) -> Snapshot:
         """The snapshot at a place, made if there is none: once, however many processes ask.
 
-        Raises what making it raises, DeadlineExceeded if another process seems to be stuck at it.
+        Raises what making it raises, DeadlineExceeded if another process seems to be stuck at it or
+        is at it for longer than there is time; who is not patient does not wait for another
+        process: Protected.
         """
         private_folder(private_folder(self.root) / ".state")
         began = time.monotonic()
@@ -117,6 +128,9 @@ class Snapshots:
             if (found := self.open(place)) is not None:
                 return found
             if (alone := Lock.take(place.lock, shared=False)) is None:
+                if not is_patient and time.monotonic() - began > _SOON_S:
+                    raise Protected(_being_made(place))
+                deadline.left(f"waiting for {_maker(place)} to make {place.folder}")
                 self._wait(place, began)
                 continue
             try:
@@ -170,7 +184,7 @@ class Snapshots:
         private_folder(private_folder(self.root) / ".state")
         lock = Lock.take(place.lock, shared=True)
         if lock is None:
-            raise Protected(f"{place.folder} is being made by {_maker(place)}: wait, or end it")
+            raise Protected(_being_made(place))
         with lock:
             if (away := place.move_away(".going", lock)) is not None:
                 shutil.rmtree(away, ignore_errors=True)
@@ -340,6 +354,10 @@ def _sign_of_life(lock: Lock) -> Callable[[int], None]:
             lock.touch()
 
     return alive
+
+
+def _being_made(place: Place) -> str:
+    return f"{place.folder} is being made by {_maker(place)}: wait, or end it"
 
 
 def _maker(place: Place) -> str:

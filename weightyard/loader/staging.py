@@ -7,7 +7,7 @@ base is checked by its fold where it lies, and what came of it by the name of it
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
 
@@ -25,6 +25,7 @@ from weightyard.loader.plan import Pick
 from weightyard.loader.proving import read_proved
 from weightyard.loader.resident import Lying, Resident, raw_bytes
 from weightyard.loader.state import torch_dtype
+from weightyard.loader.undecoded import Differences
 from weightyard.logs import Log
 from weightyard.names import BlockId
 from weightyard.records import Version
@@ -32,7 +33,8 @@ from weightyard.storage.cancel import Cancel
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import Placements
 from weightyard.transfer.plan import Wanted, standalone
-from weightyard.transfer.reader import MAX_HOST_BYTES, Reader, ReadReport
+from weightyard.transfer.reader import MAX_HOST_BYTES, Reader, ReadReport, ReadsBlocks
+from weightyard.transfer.report import OnEvent
 
 if TYPE_CHECKING:
     import torch
@@ -110,10 +112,12 @@ class Staged:
 class Stage:
     """How to bring what changed."""
 
-    store: Store
+    source: Store | ReadsBlocks
+    """The store, or where it cannot be reached who reads blocks of the version around it."""
     catalogue: Placements
     max_host_bytes: int | None = None
     verify: Literal["fast", "full"] = "fast"
+    on_event: OnEvent | None = None
 
     def bring(
         self,
@@ -204,9 +208,15 @@ class _Bringing:
         return read(wanted)
 
     def _read(self, placements: Placements, wanted: Sequence[Wanted]) -> ReadReport:
-        budget = WORKING_BYTES if self._stage.max_host_bytes is not None else MAX_HOST_BYTES
-        reader = Reader(self._stage.store, placements, max_host_bytes=budget // 2)
-        report = reader.read(wanted, cancel=self._cancel)
+        source = self._stage.source
+        if isinstance(source, Store):
+            budget = WORKING_BYTES if self._stage.max_host_bytes is not None else MAX_HOST_BYTES
+            reader = Reader(
+                source, placements, max_host_bytes=budget // 2, on_event=self._stage.on_event
+            )
+            report = reader.read(wanted, cancel=self._cancel)
+        else:
+            report = source.read(wanted, lambda done_bytes: self._cancel.check("reading"))
         self.report += report
         return report
 
@@ -214,9 +224,12 @@ class _Bringing:
         return wanted.into.nbytes == self._sizes[wanted.block]
 
     def _usable_deltas(self, blocks: Iterable[BlockId]) -> dict[BlockId, _Delta]:
-        """Blocks that are cheaper as a delta to one that lies in a resident tensor, unharmed."""
+        """Blocks that are cheaper as a delta to one that lies in a resident tensor, unharmed.
+
+        Deltas are what the store has; around it blocks come whole.
+        """
         lying = self._lying
-        if not lying:
+        if not lying or not isinstance(self._stage.source, Store):
             return {}
         found = dict(self._stage.catalogue.placements(list(blocks)))
         best: dict[BlockId, _Delta] = {}
@@ -256,7 +269,8 @@ class _Bringing:
         if not wanted:
             return []
         try:
-            self._read(_Differences(deltas), wanted)
+            used = {one.block: deltas[one.block].placement for one in wanted}
+            self._read(Differences(used), wanted)
         except Damaged as why:
             _log.info("follow.deltas_unusable", reason=why)
             return list(wanted)
@@ -269,19 +283,6 @@ class _Bringing:
             if block_id(one.into) != one.block:  # the tensor was changed meanwhile
                 failed.append(one)
         return failed
-
-
-class _Differences:
-    """Placements by which a reader gets the bytes of deltas, and leaves their bases to others."""
-
-    def __init__(self, deltas: Mapping[BlockId, _Delta]) -> None:
-        self._deltas = {
-            block: replace(one.placement, encoding=replace(one.placement.encoding, base=None))
-            for block, one in deltas.items()
-        }
-
-    def placements(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
-        return {block: [self._deltas[block]] for block in blocks}
 
 
 def _memory(change: Change) -> Iterator[tuple[int, torch.Tensor]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from weightyard.errors import Refused, Unsupported
 from weightyard.format.dtypes import DType, nbytes
 from weightyard.format.splitting import StateTensor, split_state
+from weightyard.transfer.pages import fresh_memory
 from weightyard.transfer.source import MemorySource
 from weightyard.transfer.writer import Content
 
@@ -41,9 +43,8 @@ _TORCH = {
 }
 """Names torch and NumPy (with ml_dtypes) give the element types."""
 
-_HUGE_BYTES = 4 << 20
-"""From here on NumPy asks for huge pages, which torch does not: the first touch of small ones
-costs more than reading into them."""
+_LARGE_BYTES = 4 << 20
+"""From here on tensors lie in huge pages, for which torch does not ask."""
 
 _FROM_DTYPE = {dtype: name for name, dtype in _TORCH.items()}
 
@@ -64,23 +65,27 @@ def state_content(state: Mapping[str, Any], block_bytes: int) -> Content:
 
 def _taken_apart(name: str, value: Any) -> tuple[DType, tuple[int, ...], object, memoryview]:
     """Dtype, shape, what identifies its memory, and its bytes in row-major order."""
-    kind = str(getattr(value, "dtype", "")).removeprefix("torch.")
-    if kind not in _TORCH or not hasattr(value, "shape"):
-        raise Refused(f"{name}: a {type(value).__name__} of {kind or 'no dtype'} is not a tensor")
+    dtype = dtype_of(name, value)
     shape = tuple(int(size) for size in value.shape)
     if isinstance(value, np.ndarray):
         array = np.ascontiguousarray(value)
         pointer = value.__array_interface__["data"][0] if value.nbytes else None
         storage = (pointer, value.strides) if pointer else None
-        return _TORCH[kind], shape, storage, array.reshape(-1).view(np.uint8).data
-    import torch
-
+        return dtype, shape, storage, array.reshape(-1).view(np.uint8).data
     tensor = value.detach()
     storage = (tensor.data_ptr(), tensor.stride()) if tensor.numel() else None
-    raw = tensor.to("cpu").contiguous().reshape(-1).view(torch.uint8)
-    return _TORCH[kind], shape, storage, raw.numpy().data
+    return dtype, shape, storage, bytes_of(tensor.to("cpu").contiguous())
 
 
+def dtype_of(name: str, value: Any) -> DType:
+    """The element type of a tensor or an array. Raises Refused for anything else, naming it."""
+    kind = str(getattr(value, "dtype", "")).removeprefix("torch.")
+    if kind not in _TORCH or not hasattr(value, "shape"):
+        raise Refused(f"{name}: a {type(value).__name__} of {kind or 'no dtype'} is not a tensor")
+    return _TORCH[kind]
+
+
+@cache
 def torch_dtype(dtype: DType) -> torch.dtype:
     """What torch calls an element type. Raises Unsupported."""
     try:
@@ -100,10 +105,10 @@ def empty_tensor(dtype: DType, shape: tuple[int, ...]) -> tuple[torch.Tensor, me
     import torch
 
     length = nbytes(dtype, shape)
-    if length < _HUGE_BYTES:
+    if length < _LARGE_BYTES:
         tensor = torch.empty(shape, dtype=kind)
     else:
-        tensor = torch.from_numpy(np.empty(length, np.uint8)).view(kind).view(shape)
+        tensor = torch.from_numpy(fresh_memory(length)).view(kind).view(shape)
     return tensor, bytes_of(tensor)
 
 
@@ -113,4 +118,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
     if not tensor.numel():
         return memoryview(b"")
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() == 1:  # contiguous whatever its stride, which a view as bytes does not take
+        flat = flat.as_strided((1,), (1,))
+    return flat.view(torch.uint8).numpy().data

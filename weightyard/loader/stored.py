@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import AbstractContextManager
@@ -13,41 +13,40 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from weightyard.errors import DeadlineExceeded
-from weightyard.format.block import MIB
-from weightyard.format.manifest import Extent, FileEntry, Manifest
+from weightyard.errors import Damaged, DeadlineExceeded
+from weightyard.format.manifest import BlockEntry, Extent, FileEntry, Manifest
 from weightyard.format.pack import Placement
 from weightyard.loader.asked import Asked
-from weightyard.loader.batches import (
-    AHEAD_BYTES,
-    BATCH_BYTES,
-    Batch,
-    all_at_once,
-    one_by_one,
-)
+from weightyard.loader.batches import Batch, all_at_once, one_by_one
+from weightyard.loader.budget import READS_AT_ONCE
+from weightyard.loader.changes import Piece
+from weightyard.loader.decoding_ring import DecodingRing
 from weightyard.loader.filling import Filled, Read, fill
 from weightyard.loader.leases import held
+from weightyard.loader.loaded import Loaded
 from weightyard.loader.origin import Destination, Origin
 from weightyard.loader.placing import HostPlacer, Placer
 from weightyard.loader.plan import TensorPlan, cut
 from weightyard.loader.proving import read_proved
 from weightyard.loader.report import LoadReport, Tally
+from weightyard.loader.ring import AcceleratorCopies, RingPlacer
+from weightyard.loader.undecoded import Differences, Undecoded, only_deltas
+from weightyard.logs import Log
 from weightyard.names import BlockId
 from weightyard.records import Version
 from weightyard.settings import Settings
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import Catalogue, Placements
-from weightyard.transfer.plan import Wanted, wanted_of
-from weightyard.transfer.reader import Reader, ReadReport
+from weightyard.transfer.plan import GAP_BYTES, Wanted, wanted_of
+from weightyard.transfer.reader import MAX_HOST_BYTES, Reader, ReadReport
 
 if TYPE_CHECKING:
     import torch
 
-_T = TypeVar("_T")
+_log = Log(__name__)
 
-_IN_FLIGHT = 2
-"""Batches read at once, so that the last requests of one do not leave the link idle."""
+_T = TypeVar("_T")
 
 
 class StoreOrigin(Origin):
@@ -61,42 +60,77 @@ class StoreOrigin(Origin):
         store: Store,
         catalogue: Catalogue,
         settings: Settings | None = None,
+        on_loaded: Callable[[Loaded], None] | None = None,
+        expect: Callable[[Version], None] = lambda version: None,
     ) -> None:
+        """`on_loaded` is told of what was loaded, when that is reported.
+
+        `expect` is told whenever packs of the version may be asked for: who knows where they lie
+        forgets versions that nobody read for long.
+        """
         super().__init__(version, manifest, tally)
         self.store = store
         self.catalogue = catalogue
         self.settings = settings
+        self._on_loaded = on_loaded
+        self._loaded = Loaded(manifest)
+        self._expect = expect
+
+    def expect(self) -> None:
+        """Say that packs of it may be asked for."""
+        self._expect(self.version)
 
     def head(self, file: FileEntry, length: int, asked: Asked) -> bytes:
         into = np.empty(length, np.uint8).data
         wanted = wanted_of(self.manifest, tuple(cut(file.extents, 0, length)), into)
         left_s = asked.deadline.left(f"reading {file.path}")
+        self.expect()
         self.reader(self.catalogue).read(wanted, timeout_s=left_s)
         return bytes(into)
+
+    def open_files(self, files: Iterable[int | None]) -> None:
+        """Nothing is to be opened: packs have names of their own, and a lease keeps them."""
 
     def tensors(
         self, plans: Sequence[TensorPlan], asked: Asked, to: Destination
     ) -> Iterator[tuple[TensorPlan, torch.Tensor]]:
         placer = placer_for(plans, asked, to, self.tally)
-        ahead = AHEAD_BYTES if to.ahead_bytes is None else to.ahead_bytes
+        ahead = asked.budget.ahead_bytes(to.ahead_bytes)
+        batch_bytes = asked.budget.batch_bytes(ahead)
+        if isinstance(placer, RingPlacer):
+            batch_bytes = min(batch_bytes, placer.slab_length or batch_bytes)
         # On the host a tensor lies where its bytes are received. Elsewhere, with a cast, and where
         # whole blocks are wanted to prove some of their bytes, there is a copy, which is bounded.
         is_straight = to.device.type == "cpu" and asked.dtype is None and asked.verify == "fast"
         if is_straight and to.ahead_bytes is None:
-            batches = all_at_once(plans)
+            batches = all_at_once(plans, batch_bytes)
         else:
-            batch_bytes = max(MIB, min(BATCH_BYTES, ahead // 4))
             batches = one_by_one(plans, batch_bytes, self.manifest.block_bytes)
         return self.place_all(plans, asked, batches, placer, ahead)
 
-    def reader(self, placements: Placements) -> Reader:
-        return Reader(self.store, placements, settings=self.settings)
+    def reader(
+        self,
+        placements: Placements,
+        gap_bytes: int = GAP_BYTES,
+        max_host_bytes: int = MAX_HOST_BYTES,
+    ) -> Reader:
+        return Reader(
+            self.store,
+            placements,
+            settings=self.settings,
+            max_host_bytes=max_host_bytes,
+            gap_bytes=gap_bytes,
+            on_event=self.tally.say,
+        )
 
     def held(self) -> AbstractContextManager[object]:
         return held(self.catalogue, self.version.ref)
 
     def report(self, device: object, **more: Any) -> LoadReport:
-        return self.tallied(device, **more)
+        report = self.tallied(device, **more)
+        if self._on_loaded is not None:
+            self._on_loaded(self._loaded)
+        return report
 
     def place_all(
         self,
@@ -108,7 +142,7 @@ class StoreOrigin(Origin):
     ) -> Iterator[tuple[TensorPlan, torch.Tensor]]:
         """Read batches, at most so many bytes ahead of the caller."""
         loading = _Loading(self, plans, asked, placer)
-        pool = ThreadPoolExecutor(_IN_FLIGHT, "weightyard-load")
+        pool = ThreadPoolExecutor(READS_AT_ONCE, "weightyard-load")
         running: deque[tuple[Batch, Future[None]]] = deque()
         ahead = 0
         upcoming = iter(batches)
@@ -124,12 +158,17 @@ class StoreOrigin(Origin):
                 loading.wait(future)
                 for number in done.done:
                     self.tally.delivered(len(plans[number].names), plans[number].bytes)
-                    yield plans[number], placer.finish(number)
+                    yield plans[number], self._noted(plans[number], placer.finish(number))
                 ahead -= done.bytes
         finally:
             loading.stop.cancel()
             pool.shutdown(wait=True, cancel_futures=True)
             placer.close()
+
+    def _noted(self, plan: TensorPlan, tensor: torch.Tensor) -> torch.Tensor:
+        if self._on_loaded is not None:
+            self._loaded.note(plan, tensor)
+        return tensor
 
 
 def placer_for(plans: Sequence[TensorPlan], asked: Asked, to: Destination, tally: Tally) -> Placer:
@@ -142,16 +181,28 @@ def placer_for(plans: Sequence[TensorPlan], asked: Asked, to: Destination, tally
     }
     if to.device.type == "cpu":
         return HostPlacer(plans, tally, dtype=dtype, targets=targets)
-    from weightyard.loader.ring import AcceleratorCopies, RingPlacer
-
-    return RingPlacer(plans, tally, AcceleratorCopies(to.device), dtype=dtype, targets=targets)
+    ring = DecodingRing if asked.device_decode else RingPlacer
+    return ring(
+        plans,
+        tally,
+        AcceleratorCopies(to.device),
+        dtype=dtype,
+        targets=targets,
+        slab_bytes=asked.budget.slab_bytes(device_decode=asked.device_decode),
+    )
 
 
 class Reading:
     """Reads some of a version's blocks, for one load. Thread-safe."""
 
-    def __init__(self, origin: StoreOrigin, asked: Asked, extents: Iterable[Extent]) -> None:
-        """`extents`: what is going to be read."""
+    def __init__(
+        self,
+        origin: StoreOrigin,
+        asked: Asked,
+        extents: Iterable[Extent],
+        gap_bytes: int = GAP_BYTES,
+    ) -> None:
+        """`extents`: what is going to be read; `gap_bytes`: as of a Reader."""
         self.stop = Cancel()
         self._origin = origin
         self._asked = asked
@@ -160,7 +211,16 @@ class Reading:
         self._sizes = {block.id: block.raw_bytes for block in blocks}
         with origin.tally.stage("plan"):
             placements = Foreseen(origin.catalogue, list(self._sizes))
-        self._reader = origin.reader(placements)
+        host_bytes = asked.budget.reading_bytes
+        self._reader = origin.reader(placements, gap_bytes, host_bytes)
+        self._deltas = only_deltas(placements.known) if asked.device_decode else {}
+        self._reader_of_differences = origin.reader(
+            Differences(self._deltas), gap_bytes, host_bytes
+        )
+
+    @property
+    def blocks(self) -> Sequence[BlockEntry]:
+        return self._origin.manifest.blocks
 
     def fill(self, targets: Iterable[Filled]) -> None:
         """Fill memory with what is fetched for it. Raises as `Reader.read`."""
@@ -170,6 +230,36 @@ class Reading:
         with self._origin.tally.stage("read"):
             fill(read, self._origin.manifest.blocks, targets)
 
+    def read_undecoded(self, targets: Sequence[Undecoded], *, are_bases: bool = False) -> None:
+        """Fill memory with what a device will decode. Raises as `Reader.read`.
+
+        Of blocks that are there as deltas only, the differences; bases are not told as progress.
+        """
+        straight: list[Wanted] = []
+        deltas: list[tuple[Undecoded, Piece]] = []
+        for target in targets:
+            for piece in target.pieces:
+                if piece.block in self._deltas:
+                    deltas.append((target, piece))
+                else:
+                    straight.append(target.wanted(piece))
+        with self._origin.tally.stage("read"):
+            if straight:
+                self._read(straight, are_bases=are_bases)
+            if deltas:
+                self._read_differences(deltas)
+
+    def _read_differences(self, deltas: Sequence[tuple[Undecoded, Piece]]) -> None:
+        wanted = [target.wanted(piece) for target, piece in deltas]
+        try:
+            self._read(wanted, self._reader_of_differences)
+        except Damaged as why:  # they may lie elsewhere by now
+            _log.info("load.deltas_unusable", version=self._origin.version.ref, reason=why)
+            self._read(wanted)
+        else:
+            for target, piece in deltas:
+                target.differences.append((piece, self._deltas[piece.block].encoding))
+
     def wait(self, future: Future[_T]) -> _T:
         """What a thread that reads comes to. Raises what it raises, DeadlineExceeded."""
         left_s = self._asked.deadline.left("loading")
@@ -178,13 +268,18 @@ class Reading:
         except FutureTimeout:
             raise DeadlineExceeded("no time left while loading") from None
 
-    def _read(self, wanted: Sequence[Wanted]) -> ReadReport:
-        report = self._reader.read(
+    def _read(
+        self, wanted: Sequence[Wanted], reader: Reader | None = None, *, are_bases: bool = False
+    ) -> ReadReport:
+        self._origin.expect()
+        report = (reader or self._reader).read(
             wanted,
-            self._asked.progress,
+            None if are_bases else self._asked.progress,
             timeout_s=self._asked.deadline.left("loading"),
             cancel=self.stop,
         )
+        if are_bases:
+            report.raw_bytes = 0  # of the tensors they hold nothing
         self._origin.tally.read(report)
         return report
 
@@ -208,7 +303,11 @@ class _Loading(Reading):
                 self._placer.begin(number)
 
     def fill_batch(self, batch: Batch) -> None:
-        if batch.parts:
+        if not batch.parts:
+            return
+        if isinstance(self._placer, DecodingRing):
+            self._placer.fill_undecoded(batch, self)
+        else:
             self._placer.fill(batch, self.fill)
 
 
@@ -221,6 +320,11 @@ class Foreseen:
     def __init__(self, catalogue: Placements, blocks: Sequence[BlockId]) -> None:
         self._catalogue = catalogue
         self._known = dict(catalogue.placements(blocks))
+
+    @property
+    def known(self) -> Mapping[BlockId, Sequence[Placement]]:
+        """Those not given out yet."""
+        return self._known
 
     def placements(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
         taken = {block: self._known.pop(block, None) for block in blocks}

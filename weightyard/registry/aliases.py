@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from sqlalchemy import Connection, delete, insert, select, update
+from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
 
 from weightyard.errors import AliasMoved, NoSuchThing
 from weightyard.names import AliasName, ModelName, Ref
@@ -79,6 +79,7 @@ def move(
         who=who,
         at=moment(at_ms),
         reason=reason,
+        number=tx.scalar(select(func.count()).where(*_of(model_id, alias))),
     )
     detail = {"before": before, "after": to, "reason": reason}
     record_event(tx, who, "alias.moved", f"{model}@{alias}", detail)
@@ -92,13 +93,21 @@ def log(
     alias: AliasName,
     *,
     as_of: datetime | None = None,
+    before: int | None = None,
     limit: int = 1000,
 ) -> list[AliasMove]:
-    """The moves of an alias, newest first; with `as_of` those up to then: the first one ruled."""
+    """The moves of an alias, newest first, those before one of them by its number.
+
+    With `as_of` those up to then: the first one ruled.
+    """
     row = versions.model_row(tx, model)
-    wanted = select(_moves).where(_moves.c.model_id == row.id, _moves.c.alias == alias.text)
+    number = func.row_number().over(order_by=_moves.c.id).label("number")
+    numbered = select(_moves, number).where(*_of(row.id, alias)).subquery()
+    wanted = select(numbered)
     if as_of is not None:
-        wanted = wanted.where(_moves.c.at_ms <= int(as_of.timestamp() * 1000))
+        wanted = wanted.where(numbered.c.at_ms <= int(as_of.timestamp() * 1000))
+    if before is not None:
+        wanted = wanted.where(numbered.c.number < before)
     return [
         AliasMove(
             model=str(model),
@@ -108,9 +117,14 @@ def log(
             who=move.who,
             at=moment(move.at_ms),
             reason=move.reason,
+            number=move.number,
         )
-        for move in tx.execute(wanted.order_by(_moves.c.id.desc()).limit(limit))
+        for move in tx.execute(wanted.order_by(numbered.c.number.desc()).limit(limit))
     ]
+
+
+def _of(model_row: int, alias: AliasName) -> tuple[ColumnElement[bool], ...]:
+    return _moves.c.model_id == model_row, _moves.c.alias == alias.text
 
 
 def rollback(

@@ -20,7 +20,7 @@ from weightyard.format.pack import Placement, read_entry
 from weightyard.logs import Log
 from weightyard.names import Digest, ModelName, PackId
 from weightyard.records import CheckReport, Finding
-from weightyard.registry import damage, freshness, schema
+from weightyard.registry import damage, freshness, outbox, schema
 from weightyard.registry.database import Database, is_one_of
 from weightyard.registry.examine import Examined, examine_manifest, examine_pack
 from weightyard.registry.rows import batches
@@ -41,10 +41,12 @@ _AT_ONCE = 20_000
 """Files and rows of one kind in memory, about."""
 
 _PUSH_AGAIN = "push the same content again, or put the file back; then check again"
+_PUSH_THAT_AGAIN = "push the same content again; then check again"
 _HEAL = "run `weightyard check --heal`"
 _BRING_BACK = "bring its DataNodes back, then check again"
 _HDFS_COPIES = "HDFS copies it by itself when enough DataNodes are up; check again later"
 _NOT_OURS = "gc leaves it alone; remove it by hand if nobody needs it"
+_WRITE_NOW = "run `weightyard check --heal`: it writes them, or says why it cannot"
 _OLD = "is the database an old copy? `weightyard rebuild` makes a new one from the store"
 
 
@@ -120,6 +122,7 @@ def check(
     checking.check_files(MANIFESTS)
     checking.check_staging()
     checking.check_records()
+    checking.check_blocks()
     return checking.finish()
 
 
@@ -186,8 +189,10 @@ class _Checking:
 
     def check_records(self) -> None:
         """Every version has its record, and the store tells of none the registry does not know."""
+        if (late := self._database.read(outbox.late)) is not None:
+            self._add("records-late", late.oldest.text, str(late), _WRITE_NOW)
         for path in freshness.unknown_to(self._database, self._store):
-            self._add("unknown-record", path, "tells of what this registry never did", _OLD)
+            self._add("unknown-record", path.text, "tells of what this registry never did", _OLD)
         for model, numbers in _versions(self._database):
             folder = StorePath(f"{layout.MODELS}/{model.project}/{model.name}")
             there = {file.path for file in self._store.list(folder)}
@@ -195,10 +200,16 @@ class _Checking:
                 path = layout.record(model, number)
                 if path not in there and not self._is_waiting(path):
                     what = "is gone: without it `rebuild` loses the version"
-                    self._add("record-missing", path, what, _HEAL, [f"{model}@v{number}"])
+                    self._add("record-missing", path.text, what, _HEAL, [f"{model}@v{number}"])
+
+    def check_blocks(self) -> None:
+        """Every block a version needs lies in some pack; of damaged packs was told before."""
+        self._database.write(damage.mark_versions)
+        for ref, blocks in self._database.read(damage.without_placement):
+            what = f"needs {blocks} blocks that lie in no pack"
+            self._add("block-missing", ref, what, _PUSH_THAT_AGAIN, [ref])
 
     def finish(self) -> CheckReport:
-        self._database.write(damage.mark_versions)
         return CheckReport(
             packs=self._counts["packs"],
             manifests=self._counts["manifests"],
@@ -271,19 +282,19 @@ class _Checking:
             self._store.stat(path)
         except FileMissing:  # gc removed file and row since they were listed
             return
-        self._add("unknown-file", path, "has no row in this registry", _NOT_OURS)
+        self._add("unknown-file", path.text, "has no row in this registry", _NOT_OURS)
 
     def _report(self, kind: Kind, row: Row[Any], code: str, what: str, advice: str) -> None:
         touched = self._database.read(lambda tx: kind.touched(tx, row.id))
-        self._add(code, kind.path(row.name), what, advice, touched)
+        self._add(code, kind.path(row.name).text, what, advice, touched)
 
     def _add(
-        self, code: str, path: StorePath, what: str, advice: str, versions: Sequence[str] = ()
+        self, code: str, subject: str, what: str, advice: str, versions: Sequence[str] = ()
     ) -> None:
         finding = Finding(
-            code=code, subject=path.text, detail=what, advice=advice, versions=tuple(versions)
+            code=code, subject=subject, detail=what, advice=advice, versions=tuple(versions)
         )
-        _log.warning("check.found", code=code, subject=path, detail=what)
+        _log.warning("check.found", code=code, subject=subject, detail=what)
         with self._lock:
             if len(self._findings) < MAX_FINDINGS:
                 self._findings.append(finding)

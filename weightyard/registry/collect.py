@@ -186,6 +186,7 @@ class _Run:
             self._tell(Step("removing versions by retention", done))
             self._tally.count(versions_removed=1)
             self._tally.note("version", due.ref, due.logical_bytes, due.why)
+        self._tally.failed += self._database.read(retention.not_understood)
 
     def _purge_versions(self) -> None:
         """Let go of what removed versions referred to, unless a reader holds them."""

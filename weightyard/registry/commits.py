@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 from blake3 import blake3
 from sqlalchemy import Connection, exists, insert, select, update
@@ -19,6 +20,7 @@ from weightyard.registry import (
     outbox,
     quotas,
     replication,
+    runs,
     schema,
     uploads,
     versions,
@@ -45,6 +47,8 @@ def commit(
     if done := _done_before(tx, key, digest, upload):  # the answer was lost, not the work
         return done
     opened = uploads.fence(tx, upload, alone=True)  # an upload that expired fails here, loudly
+    if publication.checkpoint is not None:
+        runs.require_ranks(tx, upload, opened.row_id, publication.checkpoint.ranks)
     # must: before anything refers to them
     blocks = _require_placements(tx, opened.row_id, manifest, reading)
     manifest_row = _require_manifest(tx, opened.row_id, digest, publication)
@@ -70,7 +74,7 @@ def commit(
     replication.ask(tx, schema.packs, mine, publication.replication, publication.policy)
     record_event(tx, opened.author, "version.published", f"{opened.model}@v{number}")
     version = versions.get(tx, version_row)
-    outbox.put_journal(tx, "published", version.ref, opened.author, {"digest": version.digest})
+    outbox.put_journal(tx, "published", version.ref, opened.author, _told(version, publication))
     outbox.put_record(tx, version)
     if publication.alias is not None:
         alias = AliasName(publication.alias)
@@ -78,6 +82,13 @@ def commit(
         version = versions.get(tx, version_row)
     uploads.close(tx, opened.row_id, UploadState.COMMITTED)
     return version
+
+
+def _told(version: Version, publication: Publication) -> dict[str, Any]:
+    """What the journal tells of a version besides its record."""
+    checkpoint = publication.checkpoint
+    of_run = {} if checkpoint is None else {"generation": checkpoint.generation}
+    return {"digest": version.digest, **of_run}
 
 
 def find_done(tx: Connection, key: str, upload: UploadId) -> Version | None:
@@ -109,20 +120,31 @@ def _done_before(tx: Connection, key: str, digest: Digest, upload: UploadId) -> 
 def _require_placements(
     tx: Connection, upload_row: int, manifest: Manifest, reading: Reading | None
 ) -> dict[BlockId, int]:
-    """Row ids of the manifest's blocks, each readable from packs this upload holds."""
+    """Row ids of the manifest's blocks, each in live packs this upload holds.
+
+    `check` may have found a pack damaged since it was claimed or written.
+    """
     wanted = [block.id for block in manifest.blocks]
     rows = uploads.find_block_rows(tx, wanted)
     if missing := next((block for block in wanted if block not in rows), None):
         raise BlockMissing(f"block {missing} is not in the store: write it before the commit")
     p, pins, base = schema.placements, schema.pins, schema.placements.alias("base")
+    packs, base_packs = schema.packs.alias("held_packs"), schema.packs.alias("base_packs")
     base_pins = schema.pins.alias("base_pins")
     base_is_held = some(
         base.c.block_id == p.c.base_id,
         base.c.base_id.is_(None),
         base.c.pack_id == base_pins.c.pack_id,
         base_pins.c.upload_id == upload_row,
+        base_packs.c.id == base.c.pack_id,
+        base_packs.c.state == FileState.LIVE,
     )
-    is_held = some(pins.c.upload_id == upload_row, pins.c.pack_id == p.c.pack_id)
+    is_held = some(
+        pins.c.upload_id == upload_row,
+        pins.c.pack_id == p.c.pack_id,
+        packs.c.id == p.c.pack_id,
+        packs.c.state == FileState.LIVE,
+    )
     wanted_of = select(p.c.block_id).where(is_held, p.c.base_id.is_(None) | base_is_held)
     if reading is not None:  # a pack that is held may also have blocks of other projects
         wanted_of = wanted_of.join(schema.packs).where(reading.allows(p.c.block_id))
@@ -242,13 +264,8 @@ def _next_number(
     tx: Connection, model: ModelName, author: str, publication: Publication
 ) -> tuple[int, int]:
     """Take the model's next number; the lock on its row decides races."""
-    versions.ensure_model(tx, model, author)
     models = schema.models
-    row = tx.execute(
-        select(models.c.id, models.c.last_number)
-        .where(models.c.project == model.project, models.c.name == model.name)
-        .with_for_update()
-    ).one()
+    row = runs.lock_for_version(tx, model, publication, author)
     expected = publication.expect_latest
     if expected is not None and expected != row.last_number:
         raise VersionMoved(str(model), expected, row.last_number)
@@ -306,6 +323,7 @@ def _insert_version(
             replication=publication.replication,
             policy=publication.policy,
             created_ms=clock(tx),
+            step=None if publication.checkpoint is None else publication.checkpoint.step,
         )
         .returning(schema.versions.c.id)
     ).one()

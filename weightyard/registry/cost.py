@@ -7,7 +7,6 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Select,
-    and_,
     func,
     or_,
     select,
@@ -31,6 +30,15 @@ _lb, _vl = schema.list_blocks, schema.version_lists
 
 SHOWN = 20
 """With how many versions what is shared is told."""
+
+BESIDE = 16
+"""How many versions of the same model before it and after it are looked at for that."""
+
+FOUND = 32
+"""And how many others that have blocks of it."""
+
+WAYS = 100_000
+"""How many ways from block to version are followed to find them."""
 
 
 def cost(tx: Connection, ref: Ref, *, copies: int = 1, shown: int = SHOWN) -> Cost:
@@ -65,6 +73,7 @@ def cost(tx: Connection, ref: Ref, *, copies: int = 1, shown: int = SHOWN) -> Co
         unique_stored_bytes=_freed(tx, row.id),
         replicated_bytes=int(replicated),
         packs=packs,
+        namenode_objects=2 * (packs + 1),
         cold_load_bytes=int(stored) + _sum(tx, select(func.sum(bases.c.stored_bytes))),
         shared_with=_shared_with(tx, row.id, mine, shown) if shown else {},
     )
@@ -169,10 +178,13 @@ def _may_share(model: ColumnElement[int], version_row: int) -> ColumnElement[boo
 
 
 def _shared_with(tx: Connection, version_row: int, mine: CTE, shown: int) -> dict[str, int]:
+    """Raw bytes in common with the versions that share most, of those looked at."""
+    near = _candidates(version_row, mine)
     common = (
-        select(_vl.c.version_id, _lb.c.block_id)
-        .join(_vl, _vl.c.list_id == _lb.c.list_id)
-        .where(_lb.c.block_id.in_(select(mine.c.block_id)), _vl.c.version_id != version_row)
+        select(near.c.version_id, _lb.c.block_id)
+        .join_from(near, _vl, _vl.c.version_id == near.c.version_id)
+        .join(_lb, _lb.c.list_id == _vl.c.list_id)
+        .where(_lb.c.block_id.in_(select(mine.c.block_id)))
         .distinct()
         .subquery()
     )
@@ -185,13 +197,43 @@ def _shared_with(tx: Connection, version_row: int, mine: CTE, shown: int) -> dic
     )
     rows = tx.execute(
         select(_m.c.project, _m.c.name, _v.c.number, totals.c.shared_bytes)
-        .join(_v, and_(_v.c.model_id == _m.c.id, _v.c.removed_ms.is_(None)))
-        .where(_may_share(_v.c.model_id, version_row))
-        .join(totals, totals.c.version_id == _v.c.id)
+        .join_from(totals, _v, _v.c.id == totals.c.version_id)
+        .join(_m, _m.c.id == _v.c.model_id)
         .order_by(totals.c.shared_bytes.desc(), _v.c.id.desc())
         .limit(shown)
     )
     return {f"{project}/{name}@v{number}": int(size) for project, name, number, size in rows}
+
+
+def _candidates(version_row: int, mine: CTE) -> CTE:
+    """Versions to look at: neighbours of the same model, and the newest found by way of its blocks.
+
+    Thousands of versions that share thousands of lists make more pairs than can be looked at. So
+    the ways are followed up to a number; where there are fewer, every version that shares is found.
+    """
+    own = select(_v.c.model_id, _v.c.number).where(_v.c.id == version_row).cte("own")
+    seen = (_v.c.id != version_row, _v.c.removed_ms.is_(None))
+    beside = (_v.c.model_id == own.c.model_id, *seen)
+    older = select(_v.c.id).where(*beside, _v.c.number < own.c.number).order_by(_v.c.number.desc())
+    newer = select(_v.c.id).where(*beside, _v.c.number > own.c.number).order_by(_v.c.number)
+    ways = (
+        select(_vl.c.version_id)
+        .join_from(_lb, _vl, _vl.c.list_id == _lb.c.list_id)
+        .where(_lb.c.block_id.in_(select(mine.c.block_id)))
+        .limit(WAYS)
+        .subquery()
+    )
+    found = (
+        select(_v.c.id)
+        .where(
+            _v.c.id.in_(select(ways.c.version_id)), *seen, _may_share(_v.c.model_id, version_row)
+        )
+        .order_by(_v.c.id.desc())
+        .limit(FOUND)
+    )
+    parts = (older.limit(BESIDE), newer.limit(BESIDE), found)
+    each = [select(part.subquery().c.id.label("version_id")) for part in parts]
+    return union(*each).cte("near")
 
 
 def _sum(tx: Connection, statement: Select[tuple[int]]) -> int:

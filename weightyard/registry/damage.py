@@ -6,7 +6,7 @@ it anew. Each function runs inside one transaction of its caller.
 
 from __future__ import annotations
 
-from sqlalchemy import ColumnElement, Connection, Table, and_, exists, or_, select, update
+from sqlalchemy import ColumnElement, Connection, Table, and_, exists, func, or_, select, update
 
 from weightyard.registry import schema
 from weightyard.registry.database import now_ms
@@ -97,6 +97,37 @@ def is_readable(block: ColumnElement[int]) -> ColumnElement[bool]:
         _packs.c.state.in_(READABLE),
         or_(_p.c.base_id.is_(None), has_base),
     )
+
+
+def without_placement(tx: Connection) -> list[tuple[str, int]]:
+    """Damaged versions, and how many blocks each needs that lie in no pack, damaged ones included.
+
+    A delta counts as well if that is so of its base.
+    """
+    base = _p.alias("base")
+    in_damaged = exists().where(
+        or_(
+            _p.c.block_id == _lb.c.block_id,
+            _p.c.block_id.in_(
+                select(base.c.base_id).where(
+                    base.c.block_id == _lb.c.block_id, base.c.base_id.is_not(None)
+                )
+            ),
+        ),
+        _packs.c.id == _p.c.pack_id,
+        _packs.c.state == FileState.DAMAGED,
+    )
+    rows = tx.execute(
+        select(_m.c.project, _m.c.name, _v.c.number, func.count(_lb.c.block_id.distinct()))
+        .join(_v, _v.c.model_id == _m.c.id)
+        .join(_vl, _vl.c.version_id == _v.c.id)
+        .join(_lb, _lb.c.list_id == _vl.c.list_id)
+        .where(_v.c.damaged_ms.is_not(None), _v.c.removed_ms.is_(None))
+        .where(~is_readable(_lb.c.block_id), ~in_damaged)
+        .group_by(_m.c.project, _m.c.name, _v.c.number)
+        .order_by(_m.c.project, _m.c.name, _v.c.number)
+    )
+    return [(f"{project}/{name}@v{number}", blocks) for project, name, number, blocks in rows]
 
 
 def touched_by_pack(tx: Connection, pack_row: int) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from sqlalchemy import (
     BigInteger,
     ColumnElement,
     Connection,
+    Dialect,
     Engine,
     any_,
     bindparam,
@@ -25,6 +25,7 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
 
+from weightyard import jitter
 from weightyard.errors import BadSetting, Bug, RegistryUnavailable, YardError
 from weightyard.logs import Log
 
@@ -39,6 +40,21 @@ _MET = "23505"
 """PostgreSQL: another transaction put in the same key first. Run again, the work finds it there."""
 _MEETINGS = 3
 """How often in a row that may be chance."""
+_BUSY_S = 30
+"""How long SQLite may wait for a file that others use."""
+_DEADLINES = {
+    "connect_timeout": 10,
+    "tcp_user_timeout": 30_000,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+}
+"""PostgreSQL: how long a server may say nothing before it is taken for gone (libpq's own names).
+
+Without them a host that vanished is waited for until the kernel gives up, a quarter of an hour.
+"""
+_LOCK_TIMEOUT = "60s"
+"""PostgreSQL: how long a statement may wait for others; then the transaction is run again."""
 _FORBIDDEN = "42501"
 _MISTAKES = (exc.ProgrammingError, exc.IntegrityError, exc.DataError, exc.NotSupportedError)
 """What no database says of itself, only of what it was asked."""
@@ -92,7 +108,7 @@ class Database:
                 if not _is_worth_another_go(why, attempt):
                     raise _as_ours(why) from why
                 _log.info("registry.tried_again", attempt=attempt, reason=_said(why))
-                time.sleep(random.uniform(0, 0.02 * 2**attempt))
+                time.sleep(jitter.up_to(0.02 * 2**attempt))
         raise AssertionError("unreachable")
 
     def read(self, work: Callable[[Connection], _T]) -> _T:
@@ -125,27 +141,88 @@ class Database:
     def _make_engine(self) -> Engine:
         if not self.is_sqlite:
             try:
-                return create_engine(self.url, pool_pre_ping=True, pool_size=8, max_overflow=24)
+                engine = create_engine(
+                    self.url,
+                    pool_pre_ping=True,
+                    pool_size=8,
+                    max_overflow=24,
+                    connect_args={
+                        name: value
+                        for name, value in _DEADLINES.items()
+                        if name not in self.url.query
+                    },
+                )
             except ModuleNotFoundError:
                 raise BadSetting("PostgreSQL needs psycopg: install weightyard[service]") from None
-        engine = create_engine(self.url, connect_args={"timeout": 30, "check_same_thread": False})
+            event.listen(engine, "do_connect", _connect_postgresql)
+            return engine
+        engine = create_engine(
+            self.url, connect_args={"timeout": _BUSY_S, "check_same_thread": False}
+        )
         event.listen(engine, "connect", _prepare_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
         return engine
 
 
+def _connect_postgresql(
+    dialect: Dialect, record: object, arguments: list[Any], named: dict[str, Any]
+) -> Any:
+    """Connects. Raises BadSetting for a database that cannot keep every text.
+
+    PostgreSQL makes one in SQL_ASCII where the server's locale is C. It gives texts back as bytes,
+    which fails far from its cause.
+    """
+    connection: Any = dialect.connect(*arguments, **named)
+    encoding = connection.info.parameter_status("server_encoding")
+    if encoding not in (None, "UTF8"):  # a proxy in between may not tell
+        connection.close()
+        raise BadSetting(
+            f"the database's encoding is {encoding}, which cannot keep every text: make one by "
+            "CREATE DATABASE … TEMPLATE template0 ENCODING 'UTF8'"
+        )
+    _limit_waiting(connection)
+    return connection
+
+
+def _limit_waiting(connection: Any) -> None:
+    """Unless the URL, the role or the server says how long a lock is waited for."""
+    connection.autocommit = True
+    connection.execute(
+        "SELECT set_config('lock_timeout', %s, false) WHERE current_setting('lock_timeout') = '0'",
+        [_LOCK_TIMEOUT],
+    )
+    connection.autocommit = False
+
+
 def _prepare_sqlite(connection: sqlite3.Connection, record: object) -> None:
     connection.isolation_level = None  # transactions are begun by _begin_sqlite, not by the driver
     cursor = connection.cursor()
+    _use_wal(cursor)
     for pragma in (
-        "journal_mode=WAL",
         "synchronous=FULL",  # in WAL mode NORMAL may lose acknowledged commits in a power cut
         "foreign_keys=ON",
-        "busy_timeout=30000",
+        f"busy_timeout={_BUSY_S}000",
         "temp_store=MEMORY",
     ):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
+
+
+def _use_wal(cursor: sqlite3.Cursor) -> None:
+    """Of those who open a new file at once, SQLite lets one switch, and refuses all others.
+
+    At once, whatever the time-out: each would wait for the others to let go of the file.
+    """
+    until = time.monotonic() + _BUSY_S
+    while True:
+        try:
+            cursor.execute("PRAGMA journal_mode=WAL")
+        except sqlite3.OperationalError as why:
+            if "locked" not in str(why) or time.monotonic() > until:
+                raise
+            time.sleep(jitter.about(0.01))
+        else:
+            return
 
 
 def _begin_sqlite(connection: Connection) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, func, or_, select
+from sqlalchemy import ColumnElement, Connection, func, or_, select
 
 from weightyard.records import Event
 from weightyard.registry import schema
@@ -24,9 +24,7 @@ def after(
     """Events after one, the oldest first, those of these projects."""
     wanted = select(_e).where(_e.c.id > last).order_by(_e.c.id).limit(limit)
     if projects is not None:
-        wanted = wanted.where(
-            or_(*(_e.c.subject.startswith(f"{name}/", autoescape=True) for name in projects))
-        )
+        wanted = wanted.where(or_(*(_is_of(f"{name}/") for name in projects)))
     return [
         Event(
             id=row.id,
@@ -37,3 +35,8 @@ def after(
         )
         for row in tx.execute(wanted)
     ]
+
+
+def _is_of(prefix: str) -> ColumnElement[bool]:
+    """Whether a subject begins so. Not by LIKE, which on SQLite takes `Team/` for `team/`."""
+    return func.substr(_e.c.subject, 1, len(prefix)) == prefix

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from weightyard import codec
 from weightyard.errors import (
     BlockCorrupt,
     Damaged,
@@ -20,18 +19,12 @@ from weightyard.errors import (
     YardError,
 )
 from weightyard.format import manifest as manifests
-from weightyard.format.block import fold
-from weightyard.format.pack import (
-    HEADER_BYTES,
-    TAIL_BYTES,
-    Placement,
-    check_header,
-    read_footer,
-    read_trailer,
-)
+from weightyard.format.pack import HEADER_BYTES, Placement, check_header
 from weightyard.names import Digest, PackId
 from weightyard.storage import layout
 from weightyard.storage.store import Location, Read, Replica, Store
+from weightyard.transfer.reader import pack_index
+from weightyard.transfer.verifying import require_block, require_stored
 
 
 @dataclass(slots=True)
@@ -193,15 +186,9 @@ class _CopyOfPack:
             self._found(None, str(why))
 
     def _check_footer(self) -> None:
-        length = self._location.length
-        tail_bytes = min(TAIL_BYTES, length)
-        tail = self._read(length - tail_bytes, tail_bytes)
         try:
-            span = read_trailer(tail, length)
-            footer = span.within(tail, length)
-            if footer is None:
-                footer = self._read(span.offset, span.length)
-            if read_footer(footer, span, self._pack) != tuple(self._placements):
+            found = pack_index(self._pack, self._location.length, self._read)
+            if found != tuple(self._placements):
                 self._found(None, "its footer is not what the registry knows of it")
         except (PackInvalid, UnknownFormat) as why:
             self._found(None, str(why))
@@ -217,21 +204,9 @@ class _CopyOfPack:
 
 
 def _check_block(placement: Placement, stored: memoryview, whole: bool) -> None:
-    """Checksums and padding; `whole`: the raw bytes are those of the id and the fold, too."""
-    encoding = placement.encoding
-    codec.verify(encoding, stored)
-    for index, segment in enumerate(encoding.segments):
-        if any(
-            stored[encoding.offsets[index] + segment.stored_bytes : encoding.offsets[index + 1]]
-        ):
-            raise BlockCorrupt(f"block {encoding.block}: padding of segment {index} is not zero")
-    if not whole:
-        return
-    raw = np.empty(encoding.raw_bytes, np.uint8).data
-    codec.decode(encoding, stored, raw)
-    codec.verify_whole(encoding, raw)
-    if fold(raw) != encoding.fold:
-        raise BlockCorrupt(f"block {encoding.block}: its fold is another")
+    """`whole`: that the raw bytes are those of the id and the fold, too."""
+    check = require_block if whole else require_stored
+    check(placement.encoding, stored)
 
 
 def _replicas(location: Location) -> Iterator[Replica | None]:

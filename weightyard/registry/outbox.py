@@ -7,6 +7,7 @@ did not happen. Any process may write them out; each has a name of its own and i
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -21,11 +22,29 @@ from weightyard.registry.database import Database
 from weightyard.registry.rows import batches, clock, one_at_a_time
 from weightyard.storage import layout
 from weightyard.storage.store import Store, StorePath
-from weightyard.transfer.once import write_once
+from weightyard.transfer.once import write_each_once
 
 RECORD_FORMAT = 1
 
 _REMOVED_AT_ONCE = 100
+
+_LATE_S = 600
+"""Whoever changed something writes its entries at once; a service does so every few seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """What should be in the store by now, and is not."""
+
+    oldest: StorePath
+    entries: int
+    waits_s: int
+
+    def __str__(self) -> str:
+        return (
+            f"records and journal entries that are not in the store yet: {self.entries}, the "
+            f"oldest for {self.waits_s // 60} minutes; `rebuild` would know nothing of them"
+        )
 
 
 def put_record(tx: Connection, version: Version) -> None:
@@ -105,6 +124,16 @@ def waiting(database: Database) -> int:
     return int(count or 0)
 
 
+def late(tx: Connection) -> Late | None:
+    """Since when the oldest entry waits, if that is too long for what is written after a commit."""
+    row = tx.execute(select(schema.outbox).order_by(schema.outbox.c.id).limit(1)).one_or_none()
+    waits_s = 0 if row is None else (clock(tx) - row.created_ms) // 1000
+    if row is None or waits_s <= _LATE_S:
+        return None
+    entries = tx.scalar(select(func.count()).select_from(schema.outbox)) or 0
+    return Late(StorePath(row.path), entries, waits_s)
+
+
 def newest(database: Database) -> int:
     """The id of the entry put here last, of those that wait; 0: none does."""
     return database.read(lambda tx: tx.scalar(select(func.max(schema.outbox.c.id)))) or 0
@@ -124,8 +153,7 @@ def flush(database: Database, store: Store, limit: int = 1000, up_to: int | None
         return 0
     with small_files(database, store, "outbox") as upload:
         for some in batches(rows, _REMOVED_AT_ONCE):
-            for row in some:
-                write_once(store, upload, StorePath(row.path), row.content)
+            write_each_once(store, upload, {StorePath(row.path): row.content for row in some})
             done = delete(schema.outbox).where(schema.outbox.c.id.in_([row.id for row in some]))
             database.write(partial(Connection.execute, statement=done))
     return len(rows)

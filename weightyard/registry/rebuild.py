@@ -176,6 +176,7 @@ class _Rebuilding:
             created_by=model.created_by,
             last_number=model.last_number,
             retention=model.retention,
+            generation=model.generation,
             removed_ms=self._at_ms if model.is_removed else None,
         )
         rows = {
@@ -224,6 +225,7 @@ class _Rebuilding:
             logical_bytes=version.logical_bytes,
             replication=version.replication,
             policy=version.policy,
+            step=version.step,
             created_ms=millis(version),
             used_ms=self._at_ms,
         )

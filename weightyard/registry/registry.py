@@ -39,6 +39,7 @@ from weightyard.records import (
     ReadLease,
     Retention,
     Role,
+    Run,
     Token,
     Version,
 )
@@ -61,6 +62,8 @@ from weightyard.registry import (
     quotas,
     received,
     replication,
+    retention,
+    runs,
     tokens,
     uploads,
     versions,
@@ -69,9 +72,11 @@ from weightyard.registry.collect import GcOptions
 from weightyard.registry.database import Database
 from weightyard.registry.progress import Progress, silent
 from weightyard.registry.uploads import OpenUpload, Reading
+from weightyard.storage import layout
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import ANYTHING, Anything, ManifestFile
+from weightyard.transfer.durable import least_replicas, make_durable
 from weightyard.transfer.watching import Sighting, polled
 
 _P = ParamSpec("_P")
@@ -114,6 +119,10 @@ class Registry(Closing):
 
     def resolve(self, ref: Ref) -> Version:
         return self.database.read(lambda tx: versions.resolve(tx, ref))
+
+    def resolve_readable(self, name: ModelName, number: int) -> Version:
+        """A version that is there, or was removed while a reader holds it. Raises NoSuchThing."""
+        return self.database.read(lambda tx: versions.resolve_readable(tx, name, number))
 
     def watch(self, ref: Ref, *, poll_s: float, stop: Cancel) -> Iterator[Sighting]:
         return polled(partial(self.resolve, ref), poll_s, stop)
@@ -185,7 +194,25 @@ class Registry(Closing):
     def set_retention(
         self, name: ModelName, retention: Retention | None, *, who: str | None = None
     ) -> None:
+        """Which versions may go. Raises NoSuchThing, Refused."""
         self._change(lambda tx: versions.set_retention(tx, name, retention, self._or_me(who)))
+
+    def apply_retention(self, name: ModelName, *, who: str | None = None) -> list[str]:
+        """Remove what the model's rule lets go; the refs of it. Raises NoSuchThing."""
+        self._require_newest()
+        return [due.ref for due in retention.apply(self.database, self._or_me(who), name)]
+
+    def run(self, name: ModelName) -> Run:
+        """Raises NoSuchThing."""
+        return self.database.read(lambda tx: runs.get(tx, name))
+
+    def begin_generation(
+        self, name: ModelName, *, expect: int | None = None, who: str | None = None
+    ) -> Run:
+        """Take a run over. Raises RunTakenOver, Conflict."""
+        return self._change(
+            lambda tx: runs.begin_generation(tx, name, expect=expect, who=self._or_me(who))
+        )
 
     def alias(self, name: ModelName, alias: AliasName) -> int | None:
         """The number of the version an alias is on, or None."""
@@ -214,9 +241,12 @@ class Registry(Closing):
         alias: AliasName,
         *,
         as_of: datetime | None = None,
+        before: int | None = None,
         limit: int = 1000,
     ) -> list[AliasMove]:
-        return self.database.read(lambda tx: aliases.log(tx, name, alias, as_of=as_of, limit=limit))
+        return self.database.read(
+            lambda tx: aliases.log(tx, name, alias, as_of=as_of, before=before, limit=limit)
+        )
 
     def rollback_alias(
         self, name: ModelName, alias: AliasName, *, who: str | None = None, reason: str = ""
@@ -232,11 +262,17 @@ class Registry(Closing):
         author = self._or_me(who)
 
         def work(tx: Connection) -> None:
+            runs.require_may_begin(tx, model, publication)
             quotas.require(tx, model.project, more_versions=1)
             uploads.open_upload(tx, upload, model, author, self._lease_s, publication)
 
         self._change(work)
         return self.resume_upload(upload, publication)
+
+    def join_upload(self, upload: UploadId) -> RegistryUpload:
+        """An upload that another process opened. Raises UploadExpired."""
+        opened = self.database.read(lambda tx: uploads.join(tx, upload))
+        return self.resume_upload(upload, opened.publication)
 
     def find_upload(self, upload: UploadId) -> OpenUpload:
         """Whose an upload is, and what was said when it began. Raises UploadExpired."""
@@ -409,9 +445,12 @@ class Registry(Closing):
 
     def _change(self, work: Callable[[Connection], _T]) -> _T:
         """Write something that a database older than its store must not write."""
+        self._require_newest()
+        return self.database.write(work)
+
+    def _require_newest(self) -> None:
         if self._store is not None:
             freshness.require_newest_if_told(self.database, self._store)
-        return self.database.write(work)
 
     def _or_me(self, who: str | None) -> str:
         return self._who if who is None else who
@@ -451,8 +490,15 @@ class RegistryUpload:
     def add_pack(self, pack: PackId, pack_bytes: int, placements: Sequence[Placement]) -> None:
         self._write(uploads.add_pack, pack, pack_bytes, placements)
 
+    def awaits_pack(self, pack: PackId) -> bool:
+        """Whether a pack it began is still to be added. Raises UploadExpired for any other."""
+        return self._write(uploads.awaits_pack, pack)
+
     def heartbeat(self) -> None:
         self._write(uploads.heartbeat, self._lease_s)
+
+    def finish_rank(self, rank: int) -> None:
+        self._write(runs.finish_rank, rank)
 
     def begin_manifest(self, file: ManifestFile) -> None:
         copies = self._publication.replication
@@ -463,7 +509,18 @@ class RegistryUpload:
     ) -> Version:
         if self._store is not None:
             freshness.require_newest(self._database, self._store)
+            self._make_durable(self._store, publication)
         return self._write(commits.commit, digest, manifest, publication, key, self._reading)
+
+    def _make_durable(self, store: Store, publication: Publication) -> None:
+        """See that packs found by a claim are where this version needs them, as its own ones are.
+
+        Whoever wrote them may have asked for a single copy. Raises UnderReplicated.
+        """
+        wanted = least_replicas(store, publication.replication)
+        if wanted > 1:
+            doubtful = self._database.read(lambda tx: uploads.doubtful_packs(tx, self._id, wanted))
+            make_durable(store, [layout.pack(pack) for pack in doubtful], wanted)
 
     def committed(self, key: str) -> Version | None:
         """The version this upload became under a key, if its commit was done before."""

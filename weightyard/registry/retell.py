@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from pydantic import ValidationError
 
 from weightyard.errors import Damaged, InvalidName, Refused
-from weightyard.names import AliasName, Digest, ModelName, Ref
+from weightyard.names import MAX_STEP, AliasName, Digest, ModelName, Ref
 from weightyard.records import Retention, Version
 from weightyard.registry import history
 from weightyard.registry.history import JournalEntry
@@ -22,6 +22,10 @@ from weightyard.storage.store import Store, StorePath
 class _Made(msgspec.Struct):
     kind: str
     created_ms: int
+
+
+class _Began(msgspec.Struct):
+    generation: Annotated[int, msgspec.Meta(ge=0, le=MAX_STEP)] = 0
 
 
 class AliasChange(msgspec.Struct, frozen=True):
@@ -43,6 +47,7 @@ class RetoldModel:
     created_by: str = ""
     kind: str = "model"
     last_number: int = 0
+    generation: int = 0
     is_removed: bool = False
     retention: dict[str, Any] | None = None
     versions: dict[int, Version] = field(default_factory=dict)
@@ -84,6 +89,8 @@ def _settle(model: RetoldModel) -> None:
         first = min(model.versions.values(), key=lambda version: version.number, default=None)
         model.created_ms = millis(first) if first is not None else 0
         model.created_by = first.author if first is not None else ""
+    if any(version.step is not None for version in model.versions.values()):
+        model.kind = "run"
 
 
 def millis(version: Version) -> int:
@@ -99,6 +106,7 @@ class _Telling:
             "model": self._made,
             "model-removed": self._unmade,
             "retention": self._kept,
+            "generation": self._began,
             "alias": self._moved,
             "annotated": self._annotated,
             "removed": self._removed,
@@ -148,6 +156,13 @@ class _Telling:
         rules = Retention.model_validate(entry.detail).model_dump(exclude_none=True)
         self._model(ModelName.parse(entry.subject)).retention = rules or None
 
+    def _began(self, entry: JournalEntry) -> None:
+        self._reach(self._model(ModelName.parse(entry.subject)), entry)
+
+    def _reach(self, model: RetoldModel, entry: JournalEntry) -> None:
+        began = msgspec.convert(entry.detail, _Began)
+        model.generation = max(model.generation, began.generation)
+
     def _moved(self, entry: JournalEntry) -> None:
         ref = Ref.parse(entry.subject)
         if not isinstance(ref.selector, AliasName):
@@ -184,6 +199,7 @@ class _Telling:
         if isinstance(ref.selector, int):
             model = self._model(ref.model)
             model.last_number = max(model.last_number, ref.selector)
+            self._reach(model, entry)
 
     def _model(self, name: ModelName) -> RetoldModel:
         return self.told.models.setdefault(name, RetoldModel())

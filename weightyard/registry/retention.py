@@ -1,23 +1,26 @@
 """Retention: which versions a model's rules let go.
 
 A version stays if any of this holds: it is the newest; it is among the `keep_last` newest; it was
-used (or made) within `ttl_s`; an alias is on it; another version names it as its parent; a reader
-holds it. Rules only ever take away versions of which all say that they may go.
+used (or made) within `ttl_s`; its step is a multiple of `keep_every`; it is among the best by the
+metric of `keep_best`; an alias is on it; another version names it as its parent; a reader holds it.
+Rules only ever take away versions of which all say that they may go.
 """
 
 from __future__ import annotations
 
+import heapq
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import Any
 
-from sqlalchemy import ColumnElement, Connection, Row, and_, exists, func, select, update
+from sqlalchemy import ColumnElement, Connection, Row, and_, exists, func, or_, select, update
 
 from weightyard.names import ModelName
 from weightyard.records import Retention
-from weightyard.registry import outbox, schema
+from weightyard.registry import outbox, schema, versions
 from weightyard.registry.database import Database, is_one_of, now_ms
 from weightyard.registry.locking import lock
 from weightyard.registry.rows import batches, record_events
@@ -40,17 +43,18 @@ class Due:
     why: str
 
 
-def plan(tx: Connection) -> Iterator[Due]:
-    """Versions that may go, the newest of each model first: a child before its parent."""
+def plan(tx: Connection, only: ModelName | None = None) -> Iterator[Due]:
+    """Versions that may go, the newest of each model first: a child before its parent.
+
+    With `only` those of one model. Raises NoSuchThing if there is no such model.
+    """
+    wanted = select(_m).where(_m.c.retention.is_not(None)).order_by(_m.c.id).limit(1)
+    if only is not None:
+        wanted = wanted.where(_m.c.id == versions.model_row(tx, only).id)
     gone: set[int] = set()
     after = 0
     while True:
-        model = tx.execute(
-            select(_m)
-            .where(_m.c.id > after, _m.c.retention.is_not(None))
-            .order_by(_m.c.id)
-            .limit(1)
-        ).first()
+        model = tx.execute(wanted.where(_m.c.id > after)).first()
         if model is None:
             return
         after = model.id
@@ -58,10 +62,20 @@ def plan(tx: Connection) -> Iterator[Due]:
             yield from _without_children(tx, batch, gone)
 
 
-def apply(database: Database, who: str) -> Iterator[Due]:
+def not_understood(tx: Connection) -> list[str]:
+    """Models whose rules count no more, such as those with a number over its bound."""
+    rows = tx.execute(select(_m).where(_m.c.retention.is_not(None)).order_by(_m.c.id))
+    return [
+        f"{row.project}/{row.name}: its retention is not understood, so nothing goes: set it again"
+        for row in rows
+        if row.retention and versions.rules_of(row) is None
+    ]
+
+
+def apply(database: Database, who: str, only: ModelName | None = None) -> Iterator[Due]:
     """Remove what may go, some versions in each transaction, which looks again."""
     for model, dues in groupby(
-        database.read(lambda tx: list(plan(tx))), key=lambda due: due.model_row
+        database.read(lambda tx: list(plan(tx, only))), key=lambda due: due.model_row
     ):
         for batch in batches(dues, _REMOVED_AT_ONCE):
             yield from database.write(partial(_remove, model_row=model, dues=batch, who=who))
@@ -70,11 +84,13 @@ def apply(database: Database, who: str) -> Iterator[Due]:
 def _remove(tx: Connection, model_row: int, dues: Sequence[Due], who: str) -> list[Due]:
     """Those of them that were still due once they were locked; whoever holds one keeps it."""
     model = tx.execute(select(_m).where(_m.c.id == model_row)).one()
-    conditions, why = _conditions(model.id, Retention.model_validate(model.retention or {}))
+    rules = versions.rules_of(model) or Retention()
+    conditions, why = _conditions(model.id, rules)
     if not why:
         return []
     mine = is_one_of(tx, _v.c.id, [due.version_row for due in dues])
     locked = set(lock(tx, _v, and_(conditions, mine)))
+    locked -= _best(tx, model.id, rules)  # once their metrics cannot change any more
     due_still = [due for due in dues if due.version_row in locked]
     going = list(_without_children(tx, due_still, set()))
     gone = is_one_of(tx, _v.c.id, [due.version_row for due in going])
@@ -87,16 +103,20 @@ def _remove(tx: Connection, model_row: int, dues: Sequence[Due], who: str) -> li
 
 def _due_of_model(tx: Connection, model: Row[Any]) -> Iterator[list[Due]]:
     """By the model's rules alone, the newest first; children are left to the caller."""
-    conditions, why = _conditions(model.id, Retention.model_validate(model.retention or {}))
+    rules = versions.rules_of(model) or Retention()
+    conditions, why = _conditions(model.id, rules)
     if not why:
         return
+    best = _best(tx, model.id, rules)
     name = ModelName(model.project, model.name)
     wanted = select(_v.c.id, _v.c.number, _v.c.logical_bytes).where(conditions)
     wanted = wanted.order_by(_v.c.number.desc()).limit(_BATCH)
     rows = tx.execute(wanted).all()
     while rows:
         yield [
-            Due(row.id, model.id, f"{name}@v{row.number}", row.logical_bytes, why) for row in rows
+            Due(row.id, model.id, f"{name}@v{row.number}", row.logical_bytes, why)
+            for row in rows
+            if row.id not in best
         ]
         rows = tx.execute(wanted.where(_v.c.number < rows[-1].number)).all()
 
@@ -142,4 +162,27 @@ def _conditions(model_id: int, rules: Retention) -> tuple[ColumnElement[bool], s
         why.append(f"not used for {rules.ttl_s} s")
         last_use = func.coalesce(_v.c.used_ms, _v.c.created_ms)
         may_go.append(last_use <= now_ms() - rules.ttl_s * 1000)
+    if rules.keep_every is not None:
+        why.append(f"not at a multiple of {rules.keep_every} steps")
+        may_go.append(or_(_v.c.step.is_(None), _v.c.step % rules.keep_every != 0))
+    if (best := rules.keep_best) is not None:
+        why.append(f"not among the {best.count} best by {best.metric}")
     return and_(*may_go), "retention: " + " and ".join(why) if why else ""
+
+
+def _best(tx: Connection, model_id: int, rules: Retention) -> set[int]:
+    """Row ids of the versions `keep_best` keeps; of equal ones the newer.
+
+    Not by SQL: the name of a metric is anyone's text, and no place in a JSON path.
+    """
+    if (best := rules.keep_best) is None:
+        return set()
+    sign = 1.0 if best.mode == "max" else -1.0
+    there = select(_v.c.id, _v.c.number, _v.c.metrics)
+    rows = tx.execute(there.where(_v.c.model_id == model_id, _v.c.removed_ms.is_(None)))
+    measured = (
+        (sign * value, row.number, row.id)
+        for row in rows
+        if math.isfinite(value := row.metrics.get(best.metric, math.nan))
+    )
+    return {row_id for _, _, row_id in heapq.nlargest(best.count, measured)}

@@ -100,6 +100,8 @@ models = Table(
     Column("last_number", Integer, nullable=False),
     Column("retention", JSON),
     Column("removed_ms", Millis),
+    # Of a run. Never goes back, not even if the run is removed and made again.
+    Column("generation", BigInteger, nullable=False, server_default="0"),
     UniqueConstraint("project", "name"),
 )
 
@@ -126,7 +128,16 @@ versions = Table(
     Column("used_ms", Millis),
     Column("removed_ms", Millis),
     Column("damaged_ms", Millis, index=True),
+    Column("step", BigInteger),
     UniqueConstraint("model_id", "number"),
+    Index(
+        "ix_versions_model_id_step",
+        "model_id",
+        "step",
+        "number",
+        sqlite_where=text("step IS NOT NULL"),
+        postgresql_where=text("step IS NOT NULL"),
+    ),
 )
 
 manifests = Table(
@@ -234,6 +245,14 @@ upload_files = Table(
     Column("upload_id", ForeignKey("uploads.id"), primary_key=True),
     Column("path", Text, primary_key=True),
     Column("manifest", LargeBinary, nullable=False),
+)
+
+# Ranks that have added all their packs of a checkpoint.
+upload_ranks = Table(
+    "upload_ranks",
+    metadata,
+    Column("upload_id", ForeignKey("uploads.id"), primary_key=True),
+    Column("rank", Integer, primary_key=True),
 )
 
 commits = Table(

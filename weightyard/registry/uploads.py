@@ -14,12 +14,14 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Row,
+    Select,
     case,
     delete,
     exists,
     insert,
     or_,
     select,
+    union_all,
     update,
 )
 
@@ -77,12 +79,22 @@ def fence(tx: Connection, upload: UploadId, *, alone: bool = False) -> OpenUploa
 
     Raises UploadExpired: a writer that lost its lease learns it here, before anything counts.
     """
+    locked = _now(upload).with_for_update(read=not alone, of=schema.uploads)
+    return _require_open(tx.execute(locked).one_or_none(), upload)
+
+
+def join(tx: Connection, upload: UploadId) -> OpenUpload:
+    """An upload whose lease holds, for one more who writes under it. Raises UploadExpired."""
+    return _require_open(tx.execute(_now(upload)).one_or_none(), upload)
+
+
+def _now(upload: UploadId) -> Select[Any]:
     uploads = schema.uploads
-    row = tx.execute(
-        select(uploads, _dedup(), now_ms().label("now_ms"))
-        .where(uploads.c.name == upload.hex)
-        .with_for_update(read=not alone, of=uploads)
-    ).one_or_none()
+    wanted = select(uploads, _dedup(), now_ms().label("now_ms"))
+    return wanted.where(uploads.c.name == upload.hex)
+
+
+def _require_open(row: Row[Any] | None, upload: UploadId) -> OpenUpload:
     if row is None or row.state != UploadState.OPEN:
         state = "unknown" if row is None else row.state
         raise UploadExpired(f"upload {upload} is {state}: push again")
@@ -138,6 +150,7 @@ def close(tx: Connection, row_id: int, state: UploadState) -> None:
     tx.execute(delete(schema.pins).where(schema.pins.c.upload_id == row_id))
     tx.execute(delete(schema.manifest_pins).where(schema.manifest_pins.c.upload_id == row_id))
     tx.execute(delete(schema.upload_files).where(schema.upload_files.c.upload_id == row_id))
+    tx.execute(delete(schema.upload_ranks).where(schema.upload_ranks.c.upload_id == row_id))
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,12 +168,15 @@ class Reading:
         return or_(self._in_versions(block), is_base, schema.packs.c.upload_id.in_(mine))
 
     def _in_versions(self, block: ColumnElement[Any]) -> ColumnElement[bool]:
+        """A version that was removed counts until gc lets go of its blocks.
+
+        A reader may hold it by a lease, an upload may have claimed from it.
+        """
         lb, vl, v, m = schema.list_blocks, schema.version_lists, schema.versions, schema.models
         return exists().where(
             lb.c.block_id == block,
             vl.c.list_id == lb.c.list_id,
             v.c.id == vl.c.version_id,
-            v.c.removed_ms.is_(None),
             m.c.id == v.c.model_id,
             m.c.project.in_(self.projects),
         )
@@ -215,24 +231,26 @@ def revive(tx: Connection, upload: UploadId, blocks: Sequence[BlockId]) -> None:
     """
     b, p, packs = schema.blocks, schema.placements, schema.packs
     mine = _claimable(find_open(tx, upload).scope)
+    is_condemned = packs.c.state == FileState.CONDEMNED
+    if tx.scalar(select(packs.c.id).where(is_condemned).limit(1)) is None:
+        return
     for batch in batches(dict.fromkeys(blocks)):
-        bases = select(p.c.base_id).join(b, b.c.id == p.c.block_id)
-        wanted = is_one_of(tx, b.c.hash, [block.raw for block in batch])
-        holding = (
-            select(p.c.pack_id)
-            .join(b, b.c.id == p.c.block_id)
-            .where(wanted | p.c.block_id.in_(bases.where(wanted)))
-        )
+        wanted = select(b.c.id).where(is_one_of(tx, b.c.hash, [block.raw for block in batch]))
+        bases = select(p.c.base_id).where(p.c.block_id.in_(wanted), p.c.base_id.is_not(None))
+        # One list of blocks: of two, joined by OR, SQLite reads all placements there are.
+        held_in = select(p.c.pack_id).where(p.c.block_id.in_(union_all(wanted, bases)))
+        # Made once: PostgreSQL would look for the blocks anew for each pack that is condemned.
+        holding = held_in.cte("holding").prefix_with("MATERIALIZED", dialect="postgresql")
         condemned = tx.scalars(
             select(packs.c.id)
-            .where(packs.c.state == FileState.CONDEMNED, packs.c.id.in_(holding), mine)
+            .where(is_condemned, packs.c.id.in_(select(holding.c.pack_id)), mine)
             .order_by(packs.c.id)
             .with_for_update()
         ).all()
         if condemned:
             tx.execute(
                 update(packs)
-                .where(packs.c.id.in_(condemned), packs.c.state == FileState.CONDEMNED)
+                .where(packs.c.id.in_(condemned), is_condemned)
                 .values(state=FileState.LIVE, state_ms=now_ms())
             )
 
@@ -295,6 +313,23 @@ def pin_live(tx: Connection, upload_row: int, names: Sequence[str]) -> set[str]:
     return set(live)
 
 
+def doubtful_packs(tx: Connection, upload: UploadId, wanted: int) -> list[PackId]:
+    """Packs an upload holds which may lie on fewer DataNodes than wanted.
+
+    Those of which a version asked for fewer copies, and those of which the store has yet to be told
+    how many there should be.
+    """
+    packs, pins, u = schema.packs, schema.pins, schema.uploads
+    held = (
+        select(packs.c.name)
+        .join(pins, pins.c.pack_id == packs.c.id)
+        .join(u, u.c.id == pins.c.upload_id)
+        .where(u.c.name == upload.hex)
+    )
+    may_be_few = or_(packs.c.replication < wanted, packs.c.settle.is_not(None))
+    return [PackId(name) for name in tx.scalars(held.where(may_be_few).order_by(packs.c.id))]
+
+
 def begin_pack(
     tx: Connection,
     upload: UploadId,
@@ -331,6 +366,18 @@ def insert_pack(
             }
         ],
     )
+
+
+def awaits_pack(tx: Connection, upload: UploadId, pack: PackId) -> bool:
+    """Whether a pack that this upload began is still to be added. Raises UploadExpired."""
+    opened = fence(tx, upload)
+    packs = schema.packs
+    state = tx.scalar(
+        select(packs.c.state).where(packs.c.name == pack.hex, packs.c.upload_id == opened.row_id)
+    )
+    if state not in (FileState.WRITING, FileState.LIVE):
+        raise UploadExpired(f"pack {pack} was not begun by upload {upload}")
+    return bool(state == FileState.WRITING)
 
 
 def add_pack(

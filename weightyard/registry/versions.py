@@ -5,26 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from sqlalchemy import Connection, Row, Select, bindparam, delete, func, select, update
+from pydantic import ValidationError
+from sqlalchemy import Connection, Row, Select, bindparam, delete, func, select, tuple_, update
 
-from weightyard.errors import Changed, Conflict, NoSuchThing, Protected
-from weightyard.names import Digest, ModelName, Ref
+from weightyard.errors import Changed, Conflict, NoSuchThing, Protected, Refused
+from weightyard.logs import Log
+from weightyard.names import Digest, ModelName, Ref, Step
 from weightyard.records import Model, Retention, Version
 from weightyard.registry import outbox, schema
 from weightyard.registry.database import now_ms
-from weightyard.registry.rows import clock, insert_missing, moment, record_event
+from weightyard.registry.rows import clock, insert_missing, moment, record_event, some
 from weightyard.registry.schema import FileState
+
+_log = Log(__name__)
 
 _USE_NOTED_MS = 60_000
 
 _v, _m, _a = schema.versions, schema.models, schema.aliases
 _parent, _parent_model = _v.alias("parent"), _m.alias("parent_model")
+_other = _v.alias("other")
 
 
 def ensure_model(tx: Connection, model: ModelName, who: str, kind: str = "model") -> bool:
-    """Make a model unless it is there; whether it was made.
+    """Make a model unless it is there, of whatever kind; whether it was made.
 
-    One that was removed goes on with the next number.
+    One that was removed goes on with the next number, and may be of another kind now.
     """
     there = select(_m).where(_m.c.project == model.project, _m.c.name == model.name)
     row = tx.execute(there).one_or_none()
@@ -44,8 +49,9 @@ def ensure_model(tx: Connection, model: ModelName, who: str, kind: str = "model"
             }
         ],
     )
+    removed = (_m.c.project == model.project, _m.c.name == model.name, _m.c.removed_ms.is_not(None))
+    tx.execute(update(_m).where(*removed).values(removed_ms=None, kind=kind))
     row = tx.execute(there).one()
-    tx.execute(update(_m).where(_m.c.id == row.id).values(removed_ms=None))
     made = {"kind": row.kind, "created_ms": row.created_ms}
     outbox.put_journal(tx, "model", str(model), row.created_by, made)
     return True
@@ -107,6 +113,7 @@ def _as_models(tx: Connection, rows: Sequence[Row[Any]]) -> list[Model]:
         .order_by(a.c.alias)
     ):
         aliases.setdefault(model_id, {})[alias] = number
+    steps = _steps(tx, {row.id: counts[row.id][0] for row in rows if row.id in counts})
     return [
         Model(
             name=f"{row.project}/{row.name}",
@@ -116,13 +123,35 @@ def _as_models(tx: Connection, rows: Sequence[Row[Any]]) -> list[Model]:
             latest=counts.get(row.id, (None, 0))[0],
             versions=counts.get(row.id, (None, 0))[1],
             aliases=aliases.get(row.id, {}),
-            retention=Retention.model_validate(row.retention) if row.retention else None,
+            retention=rules_of(row),
+            generation=row.generation if row.kind == "run" else None,
+            latest_step=steps.get(row.id),
         )
         for row in rows
     ]
 
 
+def rules_of(model: Row[Any]) -> Retention | None:
+    """A model's rules; None if it has none, or such as are none any more: then nothing goes."""
+    try:
+        return Retention.model_validate(model.retention) if model.retention else None
+    except ValidationError:
+        _log.warning("retention.not_understood", model=f"{model.project}/{model.name}")
+        return None
+
+
+def _steps(tx: Connection, latest: Mapping[int, int]) -> dict[int, int]:
+    """The steps of these versions, of those that have one: model row id → number."""
+    named = tuple_(_v.c.model_id, _v.c.number).in_(list(latest.items()))
+    wanted = select(_v.c.model_id, _v.c.step).where(named, _v.c.step.is_not(None))
+    return {row.model_id: row.step for row in tx.execute(wanted)} if latest else {}
+
+
 def _selected() -> Select[Any]:
+    return _with_removed().where(_v.c.removed_ms.is_(None))
+
+
+def _with_removed() -> Select[Any]:
     return (
         select(
             _v,
@@ -138,22 +167,37 @@ def _selected() -> Select[Any]:
         .join(schema.manifests, schema.manifests.c.id == _v.c.manifest_id)
         .outerjoin(_parent, _parent.c.id == _v.c.parent_id)
         .outerjoin(_parent_model, _parent_model.c.id == _parent.c.model_id)
-        .where(_v.c.removed_ms.is_(None))
     )
 
 
 # Made once: to build these takes longer than the database takes to answer them.
 _MODEL = select(_m).where(_m.c.project == bindparam("of_project"), _m.c.name == bindparam("named"))
 _OF_MODEL = _selected().where(_v.c.model_id == bindparam("of_model"))
-_NEWEST = _OF_MODEL.order_by(_v.c.number.desc()).limit(1)
 _NUMBERED = _OF_MODEL.where(_v.c.number == bindparam("numbered"))
-_NEWEST_OF_CONTENT = _NEWEST.where(schema.manifests.c.name == bindparam("of_content"))
-_ON_ALIAS = _OF_MODEL.where(
-    _v.c.id.in_(
-        select(_a.c.version_id).where(
-            _a.c.model_id == bindparam("of_model"), _a.c.alias == bindparam("on_alias")
-        )
-    )
+_NEWEST_OF_SOME = _OF_MODEL.order_by(_v.c.number.desc()).limit(1)
+_NEWEST_OF_CONTENT = _NEWEST_OF_SOME.where(schema.manifests.c.name == bindparam("of_content"))
+_NEWEST_OF_STEP = _NEWEST_OF_SOME.where(_v.c.step == bindparam("of_step"))
+# These two name one row before anything is joined: with a list, or an order over the join, SQLite
+# may go through all versions of the model.
+_NEWEST = _selected().where(
+    _v.c.id
+    == select(_other.c.id)
+    .where(_other.c.model_id == bindparam("of_model"), _other.c.removed_ms.is_(None))
+    .order_by(_other.c.number.desc())
+    .limit(1)
+    .scalar_subquery()
+)
+_ON_ALIAS = _selected().where(
+    _v.c.id
+    == select(_a.c.version_id)
+    .where(_a.c.model_id == bindparam("of_model"), _a.c.alias == bindparam("on_alias"))
+    .scalar_subquery()
+)
+_LEASED = _with_removed().where(
+    _m.c.project == bindparam("of_project"),
+    _m.c.name == bindparam("named"),
+    _v.c.number == bindparam("numbered"),
+    some(schema.read_leases.c.version_id == _v.c.id),
 )
 _BY_ROW = _selected().where(_v.c.id == bindparam("by_row"))
 _ALIASES = (
@@ -173,6 +217,8 @@ def find(tx: Connection, ref: Ref) -> Row[Any]:
             wanted, values["numbered"] = _NUMBERED, number
         case Digest(hex=digest):
             wanted, values["of_content"] = _NEWEST_OF_CONTENT, digest
+        case Step(number=step):
+            wanted, values["of_step"] = _NEWEST_OF_STEP, step
         case alias:
             wanted, values["on_alias"] = _ON_ALIAS, str(alias)
     row = tx.execute(wanted, values).one_or_none()
@@ -183,6 +229,21 @@ def find(tx: Connection, ref: Ref) -> Row[Any]:
 
 def resolve(tx: Connection, ref: Ref) -> Version:
     return _as_versions(tx, [find(tx, ref)])[0]
+
+
+def resolve_readable(tx: Connection, model: ModelName, number: int) -> Version:
+    """A version whose content can be read: one that is there, or that a reader still holds.
+
+    Removed, it is left to those who took a lease on it before. Raises NoSuchThing.
+    """
+    try:
+        return resolve(tx, Ref(model, number))
+    except NoSuchThing:
+        values = {"of_project": model.project, "named": model.name, "numbered": number}
+        row = tx.execute(_LEASED, values).one_or_none()
+        if row is None:
+            raise
+        return _as_versions(tx, [row])[0]
 
 
 def get(tx: Connection, version_row: int) -> Version:
@@ -217,6 +278,7 @@ def _as_versions(tx: Connection, rows: Sequence[Row[Any]]) -> list[Version]:
                 if row.parent_number is not None
                 else None
             ),
+            step=row.step,
             metrics=row.metrics,
             tags=row.tags,
             metadata=row.metadata,
@@ -326,7 +388,10 @@ def remove_model(tx: Connection, model: ModelName, who: str) -> None:
 
 
 def set_retention(tx: Connection, model: ModelName, retention: Retention | None, who: str) -> None:
+    """Raises NoSuchThing, Refused."""
     row = model_row(tx, model)
+    if retention is not None and retention.keep_every is not None and row.kind != "run":
+        raise Refused(f"{model} is no run, so its versions have no steps: leave out keep_every")
     rules = None if retention is None else retention.model_dump(exclude_none=True)
     tx.execute(update(_m).where(_m.c.id == row.id).values(retention=rules))
     record_event(tx, who, "model.retention", str(model), rules)

@@ -18,7 +18,7 @@ from weightyard.service.etags import (
     expected_number,
     quoted,
 )
-from weightyard.service.paging import Limit, Named
+from weightyard.service.paging import After, Limit, Named, number_after, page
 from weightyard.service.problems import RESPONSES
 from weightyard.service.state import Yard
 from weightyard.wire import AliasTarget, Page, Reason
@@ -104,11 +104,15 @@ async def alias_log(
     model: Named,
     alias: Aliased,
     limit: Limit = 100,
+    after: After = None,
     as_of: Annotated[AwareDatetime | None, Query(description="Moves up to then")] = None,
 ) -> Page[AliasMove]:
     """The moves of an alias, the newest first."""
-    moves = await yard.ask(yard.registry.alias_log, model, alias, as_of=as_of, limit=limit)
-    return Page(items=moves)
+    before = number_after(after)
+    moves = await yard.ask(
+        yard.registry.alias_log, model, alias, as_of=as_of, before=before, limit=limit
+    )
+    return page(moves, limit, lambda move: move.number)
 
 
 @router.post("/rollback")

@@ -8,7 +8,6 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Annotated, Any, TypeVar, cast
 
-import msgspec
 from fastapi import Depends, Path, Request
 from fastapi.routing import APIRoute
 from starlette.datastructures import Headers
@@ -19,6 +18,7 @@ from weightyard.names import ModelName, Ref, TokenName, UploadId, is_plain_text
 from weightyard.records import EVERY_PROJECT, ReadLease, Role, Token
 from weightyard.registry.uploads import OpenUpload, Reading
 from weightyard.service.state import Service, service_of
+from weightyard.transfer.strict_json import strict_json
 
 _Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
 
@@ -206,25 +206,10 @@ class _StrictRequest(Request):
     """Takes JSON as its specification says: no NaN, no half characters, and no NUL in texts."""
 
     async def json(self) -> Any:
-        body = await self.body()
         try:
-            value = msgspec.json.decode(body)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
-            raise json.JSONDecodeError(str(why)[:200], "", 0) from None
-        if b"\\u0000" in body and _has_nul(value):
-            raise json.JSONDecodeError("a text has a NUL character", "", 0)
-        return value
-
-
-def _has_nul(value: object) -> bool:
-    match value:
-        case str():
-            return "\0" in value
-        case list():
-            return any(map(_has_nul, value))
-        case dict():
-            return any(_has_nul(key) or _has_nul(item) for key, item in value.items())
-    return False
+            return strict_json(await self.body())
+        except ValueError as why:
+            raise json.JSONDecodeError(str(why), "", 0) from None  # which the framework knows
 
 
 async def principal_of(request: Request) -> Principal:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import gzip
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 import msgspec
-from fastapi import APIRouter, Header, Path, Query, Request, Response
+from fastapi import APIRouter, Depends, Header, Path, Query, Request, Response
 
 from weightyard.errors import NoSuchThing, Unsupported
-from weightyard.format.manifest import FileEntry, Manifest
+from weightyard.format.manifest import Extent, Manifest
 from weightyard.format.pack import Placement
 from weightyard.names import BlockId, Digest, FilePath, ModelName, PackId, Ref
 from weightyard.records import Role, Version
 from weightyard.registry.registry import Registry
 from weightyard.registry.uploads import Reading
-from weightyard.service.auth import Caller, GuardedRoute, needs
+from weightyard.service.auth import Caller, GuardedRoute, Principal, needs
 from weightyard.service.etags import IfNoneMatch, is_same, quoted
 from weightyard.service.locating import Answer, make_answer
 from weightyard.service.paging import After, Named, Number, number_after
@@ -48,8 +49,28 @@ _LOCATED_AT_ONCE = 8
 InVersion = Annotated[str, Path(examples=["model.safetensors"])]
 
 
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What of something is wanted, if it is not as the client has it."""
+
+    range: str | None
+    if_range: str | None
+    if_none_match: str | None
+
+
+async def _part(
+    range: Annotated[str | None, Header(description="One range", examples=["bytes=0-99"])] = None,
+    if_range: Annotated[str | None, Header(max_length=200)] = None,
+    if_none_match: IfNoneMatch = None,
+) -> _Part:
+    return _Part(range, if_range, if_none_match)
+
+
+WantedPart = Annotated[_Part, Depends(_part)]
+
+
 async def _manifest(yard: Service, model: ModelName, number: int) -> tuple[Version, Manifest]:
-    version = await yard.ask(yard.registry.resolve, Ref(model, number))
+    version = await yard.ask(yard.registry.resolve_readable, model, number)
     return version, await yard.ask(yard.manifests.get, Digest(version.digest))
 
 
@@ -97,6 +118,7 @@ async def show_manifest(
 @needs(Role.READ)
 async def version_placements(
     yard: Yard,
+    caller: Caller,
     model: Named,
     number: Number,
     limit: Annotated[int, Query(ge=1, le=MAX_CLAIMED, description="Blocks at most")] = 2000,
@@ -106,17 +128,19 @@ async def version_placements(
     _, manifest = await _manifest(yard, model, number)
     start = number_after(after) or 0
     blocks = [block.id for block in manifest.blocks[start : start + limit]]
-    answer = await yard.ask(_placed_with_bases, yard.registry, blocks)
+    answer = await yard.ask(_placed_with_bases, yard.registry, blocks, caller.reading)
     end = start + limit
     return answer.model_copy(update={"next": str(end) if end < len(manifest.blocks) else None})
 
 
-def _placed_with_bases(registry: Registry, blocks: Sequence[BlockId]) -> Placed:
-    return placed(_with_bases(registry, blocks))
+def _placed_with_bases(
+    registry: Registry, blocks: Sequence[BlockId], reading: Reading | None
+) -> Placed:
+    return placed(_with_bases(registry, blocks, reading))
 
 
 def _with_bases(
-    registry: Registry, blocks: Sequence[BlockId], reading: Reading | None = None
+    registry: Registry, blocks: Sequence[BlockId], reading: Reading | None
 ) -> dict[BlockId, Sequence[Placement]]:
     found = dict(registry.placements(blocks, reading=reading))
     bases = {
@@ -139,11 +163,12 @@ async def find_placements(yard: Yard, caller: Caller, body: BlockList) -> Placed
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A file of a version, and what is said of it whether or not it is sent."""
+    """A file or block of a version, and what is said of it whether or not it is sent."""
 
     version: Version
     manifest: Manifest
-    file: FileEntry
+    extents: Sequence[Extent]
+    bytes: int
     tag: str
 
     @property
@@ -157,8 +182,19 @@ async def _file(yard: Service, model: ModelName, number: int, path: str) -> _Fou
     version, manifest = await _manifest(yard, model, number)
     for index, file in enumerate(manifest.files):
         if file.path == wanted.text:
-            return _Found(version, manifest, file, f"{version.digest}-{index}")
+            tag = f"{version.digest}-{index}"
+            return _Found(version, manifest, file.extents, file.bytes, tag)
     raise NoSuchThing(f"{version.ref} has no file {wanted.text[:200]!a}")
+
+
+async def _block(yard: Service, model: ModelName, number: int, block: BlockId) -> _Found:
+    """Raises NoSuchThing."""
+    version, manifest = await _manifest(yard, model, number)
+    for index, entry in enumerate(manifest.blocks):
+        if entry.hex == block.hex:
+            extents = (Extent(index, 0, entry.raw_bytes),)
+            return _Found(version, manifest, extents, entry.raw_bytes, block.hex)
+    raise NoSuchThing(f"{version.ref} has no block {block}")
 
 
 @router.head(
@@ -178,45 +214,63 @@ async def file_headers(
     if is_same(if_none_match, found.tag):
         return Response(status_code=304, headers=found.headers)
     return Response(
-        headers={**found.headers, "Content-Length": str(found.file.bytes)},
+        headers={**found.headers, "Content-Length": str(found.bytes)},
         media_type="application/octet-stream",
     )
 
 
-@router.get(
-    _VERSION + "/files/{path:path}",
-    response_class=Response,
-    responses={
-        200: {"description": "The file", "content": {"application/octet-stream": {}}},
+def _sent_bytes(what: str) -> dict[int | str, dict[str, Any]]:
+    return {
+        200: {"description": what, "content": {"application/octet-stream": {}}},
         206: {"description": "The bytes asked for", "content": {"application/octet-stream": {}}},
         304: {"description": "As the client has it"},
-    },
+    }
+
+
+@router.get(
+    _VERSION + "/files/{path:path}", response_class=Response, responses=_sent_bytes("The file")
 )
 @needs(Role.READ)
 async def read_file(
+    yard: Yard, caller: Caller, model: Named, number: Number, path: InVersion, wanted: WantedPart
+) -> Response:
+    """A file of a version, bit for bit, or a range of it."""
+    return await _send(yard, caller, await _file(yard, model, number, path), wanted)
+
+
+@router.get(
+    _VERSION + "/blocks/{block}",
+    response_class=Response,
+    responses=_sent_bytes("The block's raw bytes"),
+)
+@needs(Role.READ)
+async def read_block(
     yard: Yard,
     caller: Caller,
     model: Named,
     number: Number,
-    path: InVersion,
-    range: Annotated[str | None, Header(description="One range", examples=["bytes=0-99"])] = None,
-    if_range: Annotated[str | None, Header(max_length=200)] = None,
-    if_none_match: IfNoneMatch = None,
+    block: Annotated[str, Path(examples=["5f" * 32])],
+    wanted: WantedPart,
 ) -> Response:
-    """A file of a version, bit for bit, or a range of it."""
-    found = await _file(yard, model, number, path)
-    file, headers = found.file, found.headers
-    if is_same(if_none_match, found.tag):
+    """A block of a version, or a range of it: what tensors that are in no file consist of."""
+    return await _send(yard, caller, await _block(yard, model, number, BlockId(block)), wanted)
+
+
+async def _send(yard: Service, caller: Principal, found: _Found, wanted: _Part) -> Response:
+    headers = found.headers
+    if is_same(wanted.if_none_match, found.tag):
         return Response(status_code=304, headers=headers)
-    part = None if if_range not in (None, quoted(found.tag)) else wanted_span(range, file.bytes)
-    span = part or Span(0, file.bytes)
+    is_other = wanted.if_range not in (None, quoted(found.tag))
+    part = None if is_other else wanted_span(wanted.range, found.bytes)
+    span = part or Span(0, found.bytes)
     headers["Content-Disposition"] = "attachment"  # never shown: it may be anyone's HTML
     if part is not None:
-        headers["Content-Range"] = f"bytes {span.start}-{span.end - 1}/{file.bytes}"
+        headers["Content-Range"] = f"bytes {span.start}-{span.end - 1}/{found.bytes}"
     if yard.uses.is_new(found.version.ref):
-        await yard.ask(yard.registry.mark_used, Ref(model, number))
+        with suppress(NoSuchThing):  # removed, and read under a lease: there is nothing to note
+            await yard.ask(yard.registry.mark_used, Ref.parse(found.version.ref))
     return SentFile(
-        FileBody(yard, found.manifest, file, span),
+        FileBody(yard, found.manifest, found.extents, span),
         span,
         yard.turnstile.passed(caller.who),
         yard,
@@ -229,6 +283,7 @@ async def read_file(
 @needs(Role.READ)
 async def replicas(
     yard: Yard,
+    caller: Caller,
     model: Named,
     number: Number,
     limit: Annotated[int, Query(ge=1, le=1000, description="Packs at most")] = 100,
@@ -236,10 +291,11 @@ async def replicas(
 ) -> Page[PackReplicas]:
     """On which DataNodes the packs of a version are."""
     _, manifest = await _manifest(yard, model, number)
-    found = await yard.ask(yard.registry.placements, [block.id for block in manifest.blocks])
+    blocks = [block.id for block in manifest.blocks]
+    found = await yard.ask(yard.registry.placements, blocks, reading=caller.reading)
     names = sorted({placement.pack for some in found.values() for placement in some})
     start = number_after(after) or 0
-    items = await yard.move(_locate, yard.store, names[start : start + limit])
+    items = await yard.send(_locate, yard.store, names[start : start + limit])
     end = start + limit
     return Page(items=items, next=str(end) if end < len(names) else None)
 
@@ -305,7 +361,7 @@ async def locations(
         return make_answer(yard.store, [layout.pack(pack) for pack in packs], is_forced)
 
     return _sent(
-        request, await yard.located.get(key, lambda now: yard.move(make, now), stale=stale)
+        request, await yard.located.get(key, lambda now: yard.send(make, now), stale=stale)
     )
 
 
@@ -319,7 +375,7 @@ async def location(request: Request, yard: Yard, stale: Stale = None) -> Respons
         return make_answer(yard.store, [layout.YARD], is_forced)
 
     return _sent(
-        request, await yard.located.get(None, lambda now: yard.move(make, now), stale=stale)
+        request, await yard.located.get(None, lambda now: yard.send(make, now), stale=stale)
     )
 
 

@@ -21,8 +21,18 @@ router = APIRouter(route_class=GuardedRoute, tags=["events"], responses=RESPONSE
 _BATCH = 500
 _SIGN_OF_LIFE_S = 15.0
 _MAX_LISTENERS = 1000
+_ASKED_AGAIN_S = 15.0
+"""How long a listener is taken for who it was: its token may have been revoked meanwhile."""
 _LONGEST_S = 3600.0
 """Then the stream ends, and the client comes back with the id of the last event it saw."""
+
+
+_SENT = {
+    "type": "object",
+    "properties": {name: {"type": "string"} for name in ("id", "event", "data")},
+    "required": ["id", "event", "data"],
+}
+"""What OpenAPI says of a stream before its version 3.2: each event in it."""
 
 
 @router.get(
@@ -33,7 +43,7 @@ _LONGEST_S = 3600.0
             "description": "Server-sent events; `data` is an Event",
             "content": {
                 "text/event-stream": {
-                    "schema": {"type": "string"},
+                    "schema": _SENT,
                     "example": 'id: 7\nevent: alias.moved\ndata: {"id": 7, "kind": …}\n\n',
                 }
             },
@@ -68,12 +78,16 @@ async def _stream(
     yard: Service, caller: Principal, request: Request, last: int, for_s: float
 ) -> AsyncIterator[str]:
     clock = asyncio.get_running_loop().time
-    end = clock() + for_s
+    known_at = clock()
+    end = known_at + for_s
     yard.listeners += 1
     yard.metrics.listeners.set(yard.listeners)
     try:
         yield f"retry: 2000\n: weightyard, from {last}\n\n"
         while True:
+            if clock() - known_at >= _ASKED_AGAIN_S:
+                known_at = clock()
+                caller = await authenticate(yard, request)
             # All there is, seen or not by this caller, so that the next question is a short one.
             newest = yard.wake.newest
             found = await yard.ask(
@@ -89,7 +103,6 @@ async def _stream(
                 return
             if not await yard.wake.later_than(last, min(left, _SIGN_OF_LIFE_S)):
                 yield ": still here\n\n"
-                caller = await authenticate(yard, request)  # it may have been revoked meanwhile
     except YardError:
         return  # the answer has begun: it ends here, and the client asks again
     finally:

@@ -12,6 +12,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from weightyard.errors import InvalidName, Refused, TooLarge
 from weightyard.format.block import KIB, MIB
+from weightyard.format.manifest import MAX_STORED_BYTES
+from weightyard.format.pack import PACK_LIMIT_BYTES
 from weightyard.service import problems
 
 MAX_TARGET_BYTES = 8 * KIB
@@ -30,6 +32,8 @@ _LONGER_BODIES: tuple[tuple[re.Pattern[str], int | None], ...] = (
     (re.compile(r"/api/v1/uploads/[^/]+/claims"), 4 * MIB),
     (re.compile(r"/api/v1/placements"), 4 * MIB),
     (re.compile(r"/api/v1/uploads/[^/]+/packs"), 32 * MIB),
+    (re.compile(r"/api/v1/uploads/[^/]+/packs/[^/]+"), PACK_LIMIT_BYTES),
+    (re.compile(r"/api/v1/uploads/[^/]+/manifests/[^/]+"), MAX_STORED_BYTES),
     # Counted by the spool, which knows how much room there is.
     (re.compile(r"/api/v1/uploads/[^/]+/files/.*", re.DOTALL), None),
 )

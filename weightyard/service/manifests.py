@@ -10,9 +10,8 @@ from weightyard.names import Digest
 from weightyard.storage.store import Store
 from weightyard.transfer.publish import read_manifest
 
-_KEPT = 32
-_LARGEST_KEPT = 20_000
-"""Blocks, files and tensors of a manifest that is kept; a larger one is read again."""
+_MOST_ENTRIES = 640_000
+"""Blocks, files and tensors of all manifests that are kept; a larger one is read each time."""
 
 
 class Manifests:
@@ -22,6 +21,7 @@ class Manifests:
         self._store = store
         self._lock = threading.Lock()
         self._known: OrderedDict[Digest, Manifest] = OrderedDict()
+        self._entries = 0
 
     def get(self, digest: Digest) -> Manifest:
         """Raises FileMissing, ManifestInvalid, UnknownFormat."""
@@ -30,9 +30,17 @@ class Manifests:
                 self._known.move_to_end(digest)
                 return known
         manifest = read_manifest(self._store, digest)
-        if len(manifest.blocks) + len(manifest.files) + len(manifest.tensors) <= _LARGEST_KEPT:
+        if _entries(manifest) <= _MOST_ENTRIES:
             with self._lock:
-                self._known[digest] = manifest
-                while len(self._known) > _KEPT:
-                    self._known.popitem(last=False)
+                if digest not in self._known:
+                    self._known[digest] = manifest
+                    self._entries += _entries(manifest)
+                while self._entries > _MOST_ENTRIES:
+                    _, oldest = self._known.popitem(last=False)
+                    self._entries -= _entries(oldest)
         return manifest
+
+
+def _entries(manifest: Manifest) -> int:
+    # One more: even empty ones are not to be kept without end.
+    return 1 + len(manifest.blocks) + len(manifest.files) + len(manifest.tensors)

@@ -44,6 +44,7 @@ _log = Log(__name__)
 
 MEDIA_TYPE = "application/problem+json"
 RETRY_AFTER_S = 1
+MAX_TOLD = 1000
 
 _STATUSES: Mapping[type[YardError], HTTPStatus] = {
     Retryable: HTTPStatus.SERVICE_UNAVAILABLE,
@@ -137,12 +138,15 @@ def answer(request: Request, error: YardError) -> Response:
         headers["Retry-After"] = str(RETRY_AFTER_S)
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
-    more = {
-        name: value
-        for name, value in vars(error).items()
-        if value is None or isinstance(value, int | str)
-    }
+    more = {name: value for name, value in vars(error).items() if is_told(value)}
     return _problem(request, status, error.code, title_of(type(error)), detail, headers, more)
+
+
+def is_told(value: object) -> bool:
+    """Whether a problem carries such a value of its error: a number, a text, or a few numbers."""
+    if isinstance(value, tuple):
+        return len(value) <= MAX_TOLD and all(isinstance(one, int) for one in value)
+    return value is None or isinstance(value, int | str)
 
 
 _IN_THE_LOG = "something that cannot happen did: the service's log has it under this request id"

@@ -1,33 +1,44 @@
-"""Receiving files from those who cannot reach the store: split, encoded and packed here."""
+"""Receiving from those who cannot reach the store: packs as they are, and files to be packed."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
+import secrets
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from weightyard.errors import PackInvalid, Refused, UnderReplicated
+from weightyard.errors import (
+    AlreadyThere,
+    BlockMissing,
+    PackInvalid,
+    Refused,
+    UnderReplicated,
+)
 from weightyard.format import manifest as manifests
 from weightyard.format.assembly import manifest_of
-from weightyard.format.block import Codec
+from weightyard.format.block import MIB, Codec, Encoding
 from weightyard.format.manifest import Manifest
-from weightyard.format.pack import Placement
+from weightyard.format.pack import HEADER_BYTES, Placement, check_header
 from weightyard.format.splitting import Part, Piece, Split, split_file
-from weightyard.names import FilePath, PackId
+from weightyard.names import Digest, FilePath, PackId
 from weightyard.records import Publication
 from weightyard.registry.registry import RegistryUpload
 from weightyard.service.ranges import Span
 from weightyard.service.sending import wanted_in
 from weightyard.service.state import Service
 from weightyard.storage import layout
-from weightyard.storage.store import Store
-from weightyard.transfer.reader import Reader, read_pack_index
+from weightyard.storage.store import FileOptions, Store
+from weightyard.transfer.durable import REPLICAS_TIMEOUT_S, require_replicas
+from weightyard.transfer.gather import MAX_CONFIG_BYTES, parsed_config
+from weightyard.transfer.plan import Wanted
+from weightyard.transfer.publish import store_manifest
+from weightyard.transfer.reader import Reader, pack_index, read_pack_index
 from weightyard.transfer.source import FileSource
+from weightyard.transfer.verifying import require_block
 from weightyard.transfer.writer import Content, WriteOptions, Writer
 from weightyard.wire import ReceivedFile
 
-_MAX_CONFIG_BYTES = 1 << 20
+_PIECE_BYTES = MIB
 
 
 def min_replicas(yard: Service, publication: Publication) -> int:
@@ -85,20 +96,78 @@ def _blocks(file: Manifest) -> list[Any]:
 def config_in(yard: Service, manifest: Manifest) -> dict[str, Any] | None:
     """The model's config.json, if it has one that is a JSON object of a sensible size."""
     for file in manifest.files:
-        if file.path == "config.json" and 0 < file.bytes <= _MAX_CONFIG_BYTES:
+        if file.path == "config.json" and 0 < file.bytes <= MAX_CONFIG_BYTES:
             text = memoryview(bytearray(file.bytes))
-            wanted = wanted_in(manifest, file, Span(0, file.bytes), text)
+            wanted = wanted_in(manifest, file.extents, Span(0, file.bytes), text)
             Reader(yard.store, yard.registry, threads=2).read(wanted)
-            try:
-                config = json.loads(bytes(text), parse_constant=_refuse)
-            except (ValueError, RecursionError):
-                return None
-            return config if isinstance(config, dict) else None
+            return parsed_config(bytes(text))
     return None
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
+def store_pack(
+    yard: Service, upload: RegistryUpload, publication: Publication, pack: PackId, file: Path
+) -> None:
+    """Put a pack a client made into the store, once every block was decoded and has its name.
+
+    Raises PackInvalid, UnknownFormat, BlockCorrupt, BlockMissing.
+    """
+    source = FileSource(file)
+    check_header(source.read_at(0, min(HEADER_BYTES, source.length)))
+    placements = pack_index(pack, source.length, source.read_at)
+    base_of = _held_bases(yard, upload, placements)
+    stored = bytearray(max((one.encoding.stored_bytes for one in placements), default=0))
+    for placement in placements:
+        encoding = placement.encoding
+        part = memoryview(stored)[: encoding.stored_bytes]
+        source.read_into(placement.offset, part)
+        require_block(encoding, part, base_of(encoding))
+    options = FileOptions(publication.replication, source.length, publication.policy)
+    # A request that was cut off may have left a file: every one gets a name of its own.
+    with yard.store.stage(layout.staging(upload.id, secrets.token_hex(16)), options) as stage:
+        for start in range(0, source.length, _PIECE_BYTES):
+            stage.write(source.read_at(start, min(_PIECE_BYTES, source.length - start)))
+        staged = stage.close()
+    path, replicas = layout.pack(pack), min_replicas(yard, publication)
+    try:
+        yard.store.publish(staged, path)
+    except AlreadyThere:  # it was sent before, and only the answer was lost
+        yard.store.delete(staged.path)
+    require_replicas(yard.store, path, replicas, REPLICAS_TIMEOUT_S)
+    check_pack(yard.store, pack, source.length, placements, replicas)
+
+
+def _held_bases(
+    yard: Service, upload: RegistryUpload, placements: Sequence[Placement]
+) -> Callable[[Encoding], memoryview | None]:
+    """Reads the bases of deltas: those its caller may read, whole, held for the upload."""
+    wanted = {placement.encoding.base for placement in placements} - {None}
+    held = upload.claim([base for base in wanted if base is not None]) if wanted else {}
+    reader = Reader(yard.store, yard.registry, threads=2)
+
+    def base_of(encoding: Encoding) -> memoryview | None:
+        if encoding.base is None:
+            return None
+        if not any(is_whole(found, encoding.raw_bytes) for found in held.get(encoding.base, ())):
+            raise BlockMissing(f"base {encoding.base} of block {encoding.block} is not there")
+        raw = memoryview(bytearray(encoding.raw_bytes))
+        reader.read([Wanted(encoding.base, 0, raw)])
+        return raw
+
+    def is_whole(found: Placement, raw_bytes: int) -> bool:
+        return found.encoding.base is None and found.encoding.raw_bytes == raw_bytes
+
+    return base_of
+
+
+def put_manifest(
+    yard: Service, upload: RegistryUpload, publication: Publication, digest: Digest, file: Path
+) -> None:
+    """Put a manifest a client made into the store. Raises ManifestInvalid, UnknownFormat."""
+    stored = file.read_bytes()
+    manifests.decode(stored, digest)
+    replicas = min_replicas(yard, publication)
+    copies = publication.replication
+    store_manifest(yard.store, upload, digest, stored, copies, min_replicas=replicas)
 
 
 def check_pack(

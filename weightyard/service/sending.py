@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from itertools import zip_longest
 
@@ -12,7 +12,7 @@ from starlette.types import Receive, Scope, Send
 
 from weightyard.errors import YardError
 from weightyard.format.block import MIB
-from weightyard.format.manifest import FileEntry, Manifest
+from weightyard.format.manifest import Extent, Manifest
 from weightyard.logs import Log
 from weightyard.service.ranges import Span
 from weightyard.service.state import Service
@@ -30,11 +30,11 @@ _READ_THREADS = 4
 
 
 def wanted_in(
-    manifest: Manifest, file: FileEntry, span: Span, into: memoryview
+    manifest: Manifest, extents: Sequence[Extent], span: Span, into: memoryview
 ) -> Iterator[Wanted]:
-    """What of which block makes up a span of a file."""
+    """What of which block makes up a span of a file, or of what else has these extents."""
     at = 0
-    for extent in file.extents:
+    for extent in extents:
         begin, end = max(span.start, at), min(span.end, at + extent.length)
         if begin < end:
             part = into[begin - span.start : end - span.start]
@@ -46,12 +46,14 @@ def wanted_in(
 
 
 class FileBody:
-    """Reads a span of a file; never more than two windows are in memory."""
+    """Reads a span of a file or block; never more than two windows are in memory."""
 
-    def __init__(self, yard: Service, manifest: Manifest, file: FileEntry, span: Span) -> None:
+    def __init__(
+        self, yard: Service, manifest: Manifest, extents: Sequence[Extent], span: Span
+    ) -> None:
         self._yard = yard
         self._manifest = manifest
-        self._file = file
+        self._extents = extents
         self._reader = Reader(yard.store, yard.registry, threads=_READ_THREADS)
         self._windows = [
             Span(start, min(start + WINDOW_BYTES, span.end))
@@ -71,11 +73,11 @@ class FileBody:
                 ahead.cancel()
 
     def _begin(self, window: Span) -> asyncio.Task[memoryview]:
-        return asyncio.create_task(self._yard.move(self._read, window))
+        return asyncio.create_task(self._yard.send(self._read, window))
 
     def _read(self, window: Span) -> memoryview:
         into = memoryview(bytearray(window.length))
-        self._reader.read(wanted_in(self._manifest, self._file, window, into))
+        self._reader.read(wanted_in(self._manifest, self._extents, window, into))
         return into
 
 

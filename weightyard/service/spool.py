@@ -5,14 +5,12 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
 
+from weightyard.closing import Closing
 from weightyard.errors import StoreFull, StoreUnavailable, TooLarge
-
-if TYPE_CHECKING:
-    from tempfile import _TemporaryFileWrapper
 
 
 class Spool:
@@ -54,58 +52,45 @@ class Spool:
             )
 
 
-class SpooledFile:
-    """A file being received; gone when its context ends, whatever happened."""
+class SpooledFile(Closing):
+    """A file being received; gone when it is closed, whatever happened.
+
+    It has no name in its folder, so a process that is killed leaves none behind.
+    """
 
     def __init__(self, spool: Spool, folder: Path) -> None:
         self._spool = spool
-        self._folder = folder
-        self._file: _TemporaryFileWrapper[bytes] | None = None
         self.length = 0
-
-    @property
-    def path(self) -> Path:
-        assert self._file is not None
-        return Path(self._file.name)
+        with _told():
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - until it is closed
 
     def write(self, data: bytes) -> None:
         """Append. Raises TooLarge, StoreUnavailable, StoreFull."""
-        assert self._file is not None
         self._spool.take(len(data), self.length)
         self.length += len(data)
-        try:
+        with _told():
             self._file.write(data)
-        except OSError as why:
-            raise StoreFull(
-                f"the service's temporary space: {os.strerror(why.errno or 0)}"
-            ) from why
 
     def finish(self) -> Path:
-        """All was written; the path to read it from."""
-        assert self._file is not None
-        try:
+        """All was written; a path to read it from in this process. Raises StoreFull."""
+        with _told():
             self._file.flush()
-        except OSError as why:
-            raise StoreFull(
-                f"the service's temporary space: {os.strerror(why.errno or 0)}"
-            ) from why
-        return self.path
+        return Path(f"/dev/fd/{self._file.fileno()}")
 
-    def __enter__(self) -> Self:
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._file = tempfile.NamedTemporaryFile(dir=self._folder, prefix="file-")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
-        assert self._file is not None
+    def close(self) -> None:
         try:
             self._file.close()
         except OSError:
             pass  # the disk is full: what was buffered is not wanted any more
         finally:
             self._spool.give_back(self.length)
+            self.length = 0
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    try:
+        yield
+    except OSError as why:
+        raise StoreFull(f"the service's temporary space: {os.strerror(why.errno or 0)}") from why

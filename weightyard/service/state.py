@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Annotated, Any, ParamSpec, TypeVar, cast
+from typing import Annotated, Any, NamedTuple, ParamSpec, TypeVar, cast
 
 import anyio.to_thread
 from anyio import CapacityLimiter
@@ -26,9 +26,21 @@ from weightyard.storage.store import Store
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
-_THREADS = {True: (8, 6), False: (22, 8)}
-"""On SQLite and elsewhere: for short calls, and for files being read or written, each of which
-holds up to a pack in memory. Together fewer than the database gives connections."""
+
+class _Threads(NamedTuple):
+    """How many calls of a kind run at once. None of them waits for threads of another kind."""
+
+    short: int
+    bulk: int
+    """Files being split, encoded and written, each of which holds up to a pack in memory."""
+    sent: int
+    """Windows of files being read, and packs being located."""
+    commits: int
+    """They may wait for DataNodes, but must not wait for those who send files for hours."""
+
+
+_THREADS = {True: _Threads(6, 3, 3, 2), False: _Threads(16, 6, 5, 3)}
+"""On SQLite and elsewhere; together fewer than the database gives connections."""
 
 
 @dataclass
@@ -52,11 +64,13 @@ class Service:
     readiness: tuple[float, Any] | None = None
     _short: CapacityLimiter = field(init=False)
     _bulk: CapacityLimiter = field(init=False)
+    _sent: CapacityLimiter = field(init=False)
+    _commits: CapacityLimiter = field(init=False)
 
     def __post_init__(self) -> None:
         self.manifests = Manifests(self.store)
-        short, bulk = _THREADS[self.registry.database.is_sqlite]
-        self._short, self._bulk = CapacityLimiter(short), CapacityLimiter(bulk)
+        limiters = map(CapacityLimiter, _THREADS[self.registry.database.is_sqlite])
+        self._short, self._bulk, self._sent, self._commits = limiters
 
     @property
     def min_replicas(self) -> int:
@@ -69,9 +83,19 @@ class Service:
         return await anyio.to_thread.run_sync(work, limiter=self._short)
 
     async def move(self, call: Callable[_P, _T], *values: _P.args, **named: _P.kwargs) -> _T:
-        """Run a call that moves many bytes in a thread; few of them run at once."""
+        """Run a call that writes many bytes, or takes long; few of them run at once."""
         work = partial(call, *values, **named)
         return await anyio.to_thread.run_sync(work, limiter=self._bulk)
+
+    async def send(self, call: Callable[_P, _T], *values: _P.args, **named: _P.kwargs) -> _T:
+        """Run a call that reads from the store what somebody waits for."""
+        work = partial(call, *values, **named)
+        return await anyio.to_thread.run_sync(work, limiter=self._sent)
+
+    async def commit(self, call: Callable[_P, _T], *values: _P.args, **named: _P.kwargs) -> _T:
+        """Run a call that publishes a version."""
+        work = partial(call, *values, **named)
+        return await anyio.to_thread.run_sync(work, limiter=self._commits)
 
 
 def service_of(request: Request) -> Service:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import pathlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Header, Path, Request, Response
 from fastapi.openapi.models import Example
@@ -26,7 +27,9 @@ from weightyard.service.receiving import (
     check_pack,
     config_in,
     min_replicas,
+    put_manifest,
     store_file,
+    store_pack,
 )
 from weightyard.service.spool import SpooledFile
 from weightyard.service.state import Service, Yard
@@ -59,6 +62,19 @@ _PUBLICATIONS: dict[str, Example] = {
 
 _BUFFER_BYTES = 1 << 20
 _HEARTBEAT_S = 60.0
+
+Packed = Annotated[str, Path(examples=["0a" * 16])]
+Digested = Annotated[str, Path(examples=["5f" * 32])]
+
+
+def _raw_body(description: str) -> dict[str, Any]:
+    return {
+        "requestBody": {
+            "description": description,
+            "required": True,
+            "content": {"application/octet-stream": {"schema": {"type": "string"}}},
+        }
+    }
 
 
 def _checked(caller: Principal, publication: Publication) -> Publication:
@@ -145,13 +161,7 @@ async def abandon(yard: Yard, caller: Caller, opened: Opened) -> None:
 
 @router.put(
     "/uploads/{upload}/files/{path:path}",
-    openapi_extra={
-        "requestBody": {
-            "description": "The file, as it is",
-            "required": True,
-            "content": {"application/octet-stream": {"schema": {"type": "string"}}},
-        }
-    },
+    openapi_extra=_raw_body("The file, as it is"),
 )
 @needs(Role.WRITE)
 async def receive_file(
@@ -161,19 +171,70 @@ async def receive_file(
     path: Annotated[str, Path(examples=["model.safetensors"])],
     request: Request,
 ) -> ReceivedFile:
-    """Send a file through the service, for those who cannot reach the store."""
+    """Send a file through the service, which splits, encodes and packs it."""
     name = FilePath.from_url(path)
     handle = _handle(yard, caller, opened)
+    async with _received(yard, caller, handle, request) as file:
+        return await yard.move(store_file, yard, handle, opened.publication, name, file)
+
+
+@router.put(
+    "/uploads/{upload}/packs/{pack}",
+    status_code=204,
+    openapi_extra=_raw_body("The pack, as docs/format.md gives it"),
+)
+@needs(Role.WRITE)
+async def receive_pack(
+    yard: Yard, caller: Caller, opened: Opened, pack: Packed, request: Request
+) -> None:
+    """Send a pack that was begun through the service, for those who cannot reach the store.
+
+    Every block in it is decoded and held against its name before the pack is in the store; the
+    bases of deltas are blocks one may read. Then add it. May be repeated.
+    """
+    name = PackId(pack)
+    handle = _handle(yard, caller, opened)
+    awaited = await yard.ask(handle.awaits_pack, name)
+    async with _received(yard, caller, handle, request) as file:
+        if awaited:
+            await yard.move(store_pack, yard, handle, opened.publication, name, file)
+
+
+@router.put(
+    "/uploads/{upload}/manifests/{digest}",
+    status_code=204,
+    openapi_extra=_raw_body("The manifest as stored, of which docs/format.md tells"),
+)
+@needs(Role.WRITE)
+async def receive_manifest(
+    yard: Yard, caller: Caller, opened: Opened, digest: Digested, request: Request
+) -> None:
+    """Send a manifest through the service, for those who cannot reach the store; then commit.
+
+    May be repeated.
+    """
+    name = Digest(digest)
+    handle = _handle(yard, caller, opened)
+    async with _received(yard, caller, handle, request) as file:
+        await yard.move(put_manifest, yard, handle, opened.publication, name, file)
+
+
+@asynccontextmanager
+async def _received(
+    yard: Service, caller: Principal, upload: RegistryUpload, request: Request
+) -> AsyncIterator[pathlib.Path]:
+    """The body of a request as a file of this machine. The upload stays alive meanwhile.
+
+    Raises UploadExpired before a byte is read, TooLarge, StoreUnavailable, StoreFull.
+    """
     announced = request.headers.get("content-length", "")
     expected = int(announced) if announced.isdecimal() and len(announced) < 19 else None
     with yard.turnstile.passed(caller.who):
-        await yard.ask(handle.heartbeat)  # tells an upload that is over before its bytes are read
-        async with _kept_alive(yard, handle):
+        await yard.ask(upload.heartbeat)
+        async with _kept_alive(yard, upload):
             with yard.spool.open(expected) as file:
                 await _receive(yard, request, file)
-                return await yard.move(
-                    store_file, yard, handle, opened.publication, name, file.finish()
-                )
+                yield file.finish()
 
 
 async def _receive(yard: Service, request: Request, file: SpooledFile) -> None:
@@ -228,9 +289,9 @@ async def commit(
     handle = _handle(yard, caller, opened)
     key = _own_key(caller, idempotency_key or opened.upload.hex)
     if said.digest is not None:
-        version = await yard.move(_commit_written, yard, handle, said.digest, publication, key)
+        version = await yard.commit(_commit_written, yard, handle, said.digest, publication, key)
     else:
-        version = await yard.move(_commit_received, yard, handle, publication, key)
+        version = await yard.commit(_commit_received, yard, handle, publication, key)
     response.headers["ETag"] = quoted(version.etag)
     response.headers["Location"] = f"/api/v1/models/{version.model}/versions/{version.number}"
     return version
@@ -241,7 +302,7 @@ def _commit_written(
 ) -> Version:
     """A version whose manifest the client wrote."""
     manifest = read_manifest(yard.store, Digest(digest))
-    make_durable(yard.store, layout.manifest(Digest(digest)), min_replicas(yard, publication))
+    make_durable(yard.store, [layout.manifest(Digest(digest))], min_replicas(yard, publication))
     return handle.commit(Digest(digest), manifest, publication, key)
 
 

@@ -37,3 +37,7 @@ class Deadline:
     def left_at_most(self, seconds: float, doing: str) -> float:
         """The shorter of what is left and a limit of its own."""
         return min(seconds, self.left(doing))
+
+
+NEVER = Deadline.after(None)
+"""For those whom nothing hurries."""

@@ -29,6 +29,11 @@ def manifest(digest: Digest) -> StorePath:
     return StorePath(f"{MANIFESTS}/{digest.hex[:2]}/{digest.hex}")
 
 
+def has_checksums(path: StorePath) -> bool:
+    """Whether a file says itself whether its bytes are right; records do not."""
+    return path.text.partition("/")[0] in (PACKS.text, MANIFESTS.text)
+
+
 def staging_folder(upload: UploadId) -> StorePath:
     """Where an upload stages its files; removed, empty, when it is done."""
     return StorePath(f"{STAGING}/{upload.hex}")

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from typing_extensions import Buffer
 
@@ -51,17 +53,50 @@ class Rate:
             self._sleep(wait_s)
 
 
-class AdaptiveLimit:
-    """How many transfers may run at once, learned from what they achieve.
+@dataclass(frozen=True, slots=True)
+class Course:
+    """Which limit to try next. Pure: made anew after each round of transfers.
 
-    After as many transfers as the limit allows, the bytes per second of that round are compared
-    with the last: clearly more, and the limit goes on in its direction; clearly less, and it turns
-    round; about the same, and it shrinks, because equal work with fewer transfers is better for
-    everyone. A round that never used all its places says nothing about the network and changes
-    nothing. A failure halves the limit. It stays within `lowest` and `highest`.
+    Clearly more bytes per second than in the last round, and the limit goes on in its direction;
+    clearly less, and it turns round; about the same, and it shrinks, because equal work with fewer
+    transfers is better for everyone. A failure halves the limit. It stays within `lowest` and
+    `highest`.
     """
 
-    _CLEARLY = 1.05
+    limit: int
+    lowest: int
+    highest: int
+    direction: int = 1
+    rate: float = 0.0
+    """Bytes per second of the last round; 0: nobody knows."""
+
+    CLEARLY: ClassVar[float] = 1.05
+
+    def after_round(self, rate: float) -> Course:
+        """So many bytes per second came with this limit."""
+        if rate > self.rate * self.CLEARLY:
+            direction = self.direction
+        elif rate * self.CLEARLY < self.rate:
+            direction = -self.direction
+        else:
+            direction = -1
+        limit = self._within(self.limit + direction * max(1, self.limit // 4))
+        return replace(self, limit=limit, direction=direction, rate=rate)
+
+    def after_failure(self) -> Course:
+        """What was learned before says nothing about a network that is in trouble."""
+        return replace(self, limit=self._within(self.limit // 2), direction=1, rate=0.0)
+
+    def _within(self, limit: int) -> int:
+        return min(max(limit, self.lowest), self.highest)
+
+
+class AdaptiveLimit:
+    """How many transfers may run at once, learned from what they achieve: see `Course`.
+
+    A round is twice as many transfers as the limit allows. One that never used all its places says
+    nothing about the network and changes nothing. Thread-safe.
+    """
 
     def __init__(
         self,
@@ -71,19 +106,15 @@ class AdaptiveLimit:
         highest: int = 64,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._lowest = lowest
-        self._highest = highest
-        self._limit = min(max(first, lowest), highest)
+        self._course = Course(min(max(first, lowest), highest), lowest, highest)
         self._clock = clock
         self._changed = threading.Condition()
         self._running = 0
-        self._direction = 1
-        self._last_rate = 0.0
         self._begin_round()
 
     @property
     def limit(self) -> int:
-        return self._limit
+        return self._course.limit
 
     @contextmanager
     def transfer(self, amount: int, timeout_s: float | None = None) -> Iterator[None]:
@@ -92,10 +123,10 @@ class AdaptiveLimit:
         Raises DeadlineExceeded when no place is free in time.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: self._running < self._limit, timeout_s):
-                raise DeadlineExceeded(f"none of {self._limit} transfers ended in {timeout_s} s")
+            if not self._changed.wait_for(lambda: self._running < self.limit, timeout_s):
+                raise DeadlineExceeded(f"none of {self.limit} transfers ended in {timeout_s} s")
             self._running += 1
-            self._was_full |= self._running >= self._limit
+            self._was_full |= self._running >= self.limit
         failed = False
         try:
             yield
@@ -110,38 +141,24 @@ class AdaptiveLimit:
 
     def _learn(self, amount: int, failed: bool) -> None:
         if failed:
-            self._move_to(self._limit // 2)
-            self._direction = 1
-            self._last_rate = 0.0
+            self._course = self._course.after_failure()
             self._begin_round()
             return
         self._round_bytes += amount
         self._round_left -= 1
         if self._round_left > 0:
             return
-        if not self._was_full:
-            self._begin_round()
-            return
-        rate = self._round_bytes / max(self._clock() - self._round_began, 1e-9)
-        if rate > self._last_rate * self._CLEARLY:
-            pass
-        elif rate * self._CLEARLY < self._last_rate:
-            self._direction = -self._direction
-        else:
-            self._direction = -1
-        self._last_rate = rate
-        self._move_to(self._limit + self._direction * max(1, self._limit // 4))
+        if self._was_full:
+            took_s = max(self._clock() - self._round_began, 1e-9)
+            self._course = self._course.after_round(self._round_bytes / took_s)
         self._begin_round()
-
-    def _move_to(self, limit: int) -> None:
-        self._limit = min(max(limit, self._lowest), self._highest)
 
     def _begin_round(self) -> None:
         self._round_began = self._clock()
         self._round_bytes = 0
         self._was_full = False
         # Two rounds' worth, so that transfers begun under the old limit do not decide alone.
-        self._round_left = 2 * self._limit
+        self._round_left = 2 * self.limit
 
 
 class LimitedStore(Store):

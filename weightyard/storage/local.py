@@ -8,6 +8,7 @@ import os
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from stat import S_ISREG
 
 from typing_extensions import Buffer
 
@@ -49,6 +50,7 @@ _HERE = Replica(datanode="localhost", host="localhost")
 _BY_ERRNO: dict[int, type[YardError]] = {
     errno.ENOENT: FileMissing,
     errno.ENOTDIR: FileMissing,
+    errno.ELOOP: FileMissing,  # a link to itself leads to no file
     errno.EEXIST: AlreadyThere,
     errno.EACCES: NotAllowed,
     errno.EPERM: NotAllowed,
@@ -96,8 +98,7 @@ class LocalStore(Store):
     def publish(self, staged: StagedFile, path: StorePath) -> None:
         source, target = self._at(staged.path), self._at(path)
         with _translated(path):
-            if not source.is_file():
-                raise FileMissing(f"staged file {staged.path} is not there")
+            self.stat(staged.path)  # so that it is named if it is what is missing
             self._make_folder(target.parent)
             # rename() would overwrite; link() fails if the name is taken, atomically.
             os.link(source, target)
@@ -105,15 +106,16 @@ class LocalStore(Store):
             source.unlink()
 
     def stat(self, path: StorePath) -> FileStat:
-        file = self._at(path)
-        with _translated(path):
-            if not file.is_file():
-                raise FileMissing(f"{path} is not in {self.url}")
-            seen = file.stat()
+        # Not Path.is_file(): since Python 3.14 it says of a file in a folder that may not be
+        # entered that there is none, and who believes that takes a pack for lost.
+        with _translated(f"{path} in {self.url}"):
+            seen = self._at(path).stat()
+        if not S_ISREG(seen.st_mode):
+            raise FileMissing(f"{path} in {self.url} is not a file")
         return FileStat(path, seen.st_size, replication=1, modified_s=seen.st_mtime)
 
     def list(self, folder: StorePath) -> Iterator[FileStat]:
-        for parent, _, names in os.walk(self._at(folder)):
+        for parent, names in self._walk(folder):
             for name in names:
                 file = Path(parent, name)
                 try:
@@ -173,6 +175,21 @@ class LocalStore(Store):
 
     def close(self) -> None:
         pass
+
+    def _walk(self, folder: StorePath) -> Iterator[tuple[str, Sequence[str]]]:
+        """Folders with the names of their files.
+
+        One that cannot be read is not an empty one: whoever rebuilds a registry, or collects, would
+        take what is in it for gone.
+        """
+
+        def fail(why: OSError) -> None:
+            if not isinstance(why, FileNotFoundError):  # which was removed meanwhile
+                raise why
+
+        with _translated(folder):
+            for parent, _, names in os.walk(self._at(folder), onerror=fail):
+                yield parent, names
 
     def _at(self, path: StorePath) -> Path:
         return self.folder / path.text

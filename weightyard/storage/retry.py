@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import TypeVar
 
 from typing_extensions import Buffer
 
+from weightyard import jitter
 from weightyard.errors import (
     AlreadyThere,
     DataNodeFailed,
@@ -22,6 +22,7 @@ from weightyard.errors import (
 from weightyard.logs import Log
 from weightyard.storage import layout
 from weightyard.storage.cancel import Cancel
+from weightyard.storage.deadline import Deadline
 from weightyard.storage.store import (
     FileOptions,
     FileStat,
@@ -45,23 +46,26 @@ _T = TypeVar("_T")
 class Retry:
     """How often and how long to try again.
 
-    No new attempt begins after `deadline_s`. Between attempts it waits a random time up to a bound
-    that doubles, so that many clients do not come back together.
+    No new attempt begins after `deadline_s`; how long one may take is the store's affair. Between
+    attempts it waits a random time up to a bound that doubles, so that many clients do not come
+    back together.
     """
 
     deadline_s: float = 30.0
     first_wait_s: float = 0.05
     longest_wait_s: float = 2.0
 
-    def run(self, call: str, attempt: Callable[[], _T]) -> _T:
-        """What `attempt` returns once it does not raise Retryable."""
+    def run(self, call: str, attempt: Callable[[], _T], deadline: Deadline | None = None) -> _T:
+        """What `attempt` returns once it does not raise Retryable. `deadline`: if it is sooner."""
         end = time.monotonic() + self.deadline_s
+        if deadline is not None:
+            end = min(end, deadline.at)
         for number in itertools.count(1):
             try:
                 return attempt()
             except Retryable as why:
                 longest_s = min(self.first_wait_s * 2 ** (number - 1), self.longest_wait_s)
-                pause_s = random.uniform(0, longest_s)
+                pause_s = jitter.up_to(longest_s)
                 if time.monotonic() + pause_s >= end:
                     raise
                 _log.warning("store.retried", call=call, attempt=number, reason=why)
@@ -136,16 +140,19 @@ class RetryingStore(Store):
                 location, reads, replica=replica, timeout_s=timeout_s, cancel=cancel
             )
         current = location
+        limit_s = self._retry.deadline_s if timeout_s is None else timeout_s
+        deadline = Deadline.after(limit_s, cancel)
 
         def attempt() -> Served:
             nonlocal current
+            left_s = deadline.left(f"reading {location.path}")
             try:
-                return self._store.read(current, reads, timeout_s=timeout_s, cancel=cancel)
+                return self._store.read(current, reads, timeout_s=left_s, cancel=cancel)
             except (StaleLocation, DataNodeFailed):
                 current = self._store.locate(location.path)
                 raise
 
-        return self._retry.run("read", attempt)
+        return self._retry.run("read", attempt, deadline)
 
     def delete(self, path: StorePath) -> bool:
         lost_answer = False

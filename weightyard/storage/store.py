@@ -42,6 +42,8 @@ class FileOptions:
     """How long the file will be at most: it is laid out so that this fits one HDFS block."""
     policy: str | None = None
     """HDFS storage policy, such as `ALL_SSD` or `COLD`."""
+    counts_replicas: bool = False
+    """Whether closing the file is to tell on how many machines it lies, if the store can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,8 @@ class StagedFile:
 
     path: StorePath
     length: int
+    replicas: int | None = None
+    """On how many machines all of it lay when it was closed; None: that was not counted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,9 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from weightyard.testing.cluster import MiniCluster as MiniCluster
+    from weightyard.testing.faults import FaultyStore as FaultyStore
+    from weightyard.testing.store_contract import StoreContract as StoreContract
 
 _HOMES = {
+    "FaultyStore": "weightyard.testing.faults",
     "MiniCluster": "weightyard.testing.cluster",
+    "StoreContract": "weightyard.testing.store_contract",
 }
 
 __all__ = list(_HOMES)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TypeVar
 
-from weightyard.errors import Retryable, UploadExpired
+from weightyard.errors import UploadExpired, YardError
 from weightyard.logs import Log
 from weightyard.transfer.catalogue import Upload
 
@@ -43,12 +43,12 @@ def _beat(upload: Upload, done: threading.Event) -> None:
         except UploadExpired as why:
             _log.warning("upload.expired", upload=upload.id, reason=why)
             return  # the writer is told by its next call
-        except Retryable as why:
+        except YardError as why:
             _log.warning("upload.heartbeat_failed", upload=upload.id, reason=why)
 
 
 def _abandon(upload: Upload) -> None:
     try:
         upload.abandon()
-    except Retryable as why:
-        _log.warning("upload.not_abandoned", upload=upload.id, reason=why)  # its lease will end
+    except YardError as why:  # what the work failed of matters more; the lease will end
+        _log.warning("upload.not_abandoned", upload=upload.id, reason=why)

@@ -32,6 +32,19 @@ def bases_of(split: Split, parent: Manifest) -> dict[int, BlockId]:
     return bases
 
 
+def pieces_alone(split: Split) -> list[int]:
+    """Numbers of the pieces that can be bases: those that are of one tensor, not of a bundle."""
+    return sorted(
+        {
+            extent.block
+            for tensor in split.tensors
+            for box in tensor.boxes
+            for extent in box.extents
+            if extent.length == split.pieces[extent.block].raw_bytes
+        }
+    )
+
+
 def _path(manifest: Manifest, tensor: TensorEntry) -> str | None:
     return manifest.files[tensor.file].path if tensor.file is not None else None
 

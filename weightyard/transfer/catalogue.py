@@ -12,7 +12,16 @@ from typing import Any, Protocol
 from weightyard.format.manifest import Manifest
 from weightyard.format.pack import Placement
 from weightyard.names import AliasName, BlockId, Digest, ModelName, PackId, Ref, UploadId
-from weightyard.records import AliasMove, Cost, Model, Publication, ReadLease, Retention, Version
+from weightyard.records import (
+    AliasMove,
+    Cost,
+    Model,
+    Publication,
+    ReadLease,
+    Retention,
+    Run,
+    Version,
+)
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.store import Store
 from weightyard.transfer.watching import Sighting
@@ -61,11 +70,18 @@ class Upload(Packing, Protocol):
     """A lease under which one version is written.
 
     Call order: as Packing, heartbeat now and then → begin_manifest → (its file is published) →
-    commit, or abandon.
+    commit, or abandon. Of a checkpoint each rank writes its packs under the one upload, which the
+    others join, and then says finish_rank; one of them commits.
     """
 
     def heartbeat(self) -> None:
         """Stay alive for another lease. Raises UploadExpired if it is too late."""
+
+    def finish_rank(self, rank: int) -> None:
+        """Say that all packs of a checkpoint's rank are added. May be repeated.
+
+        Raises Refused for a rank the checkpoint does not have.
+        """
 
     def begin_manifest(self, file: ManifestFile) -> None:
         """Say that a manifest is about to be written. Always before it has a file."""
@@ -76,7 +92,9 @@ class Upload(Packing, Protocol):
         """Make the version visible: all of it, or nothing.
 
         Repeating it with the same key after a lost answer returns the same version. Raises
-        VersionMoved, AliasMoved, KeyReused, UploadExpired, QuotaExceeded, BlockMissing.
+        VersionMoved, AliasMoved, KeyReused, UploadExpired, QuotaExceeded, BlockMissing; for a
+        checkpoint RunTakenOver and RanksMissing; Conflict where a run would get a version without
+        a checkpoint, or a model one with it.
         """
 
     def abandon(self) -> None:
@@ -165,7 +183,27 @@ class Catalogue(Placements, Protocol):
         """Give a lease up. One that is not there any more is no error."""
 
     def set_retention(self, name: ModelName, retention: Retention | None) -> None:
-        """Which versions gc may remove by itself. Raises NoSuchThing."""
+        """Which versions gc may remove by itself. Raises NoSuchThing.
+
+        Raises Refused where a model that is no run shall keep steps.
+        """
+
+    def apply_retention(self, name: ModelName) -> list[str]:
+        """Remove now what the model's rule lets go, without waiting for gc; the refs of it.
+
+        Without a rule nothing goes. Raises NoSuchThing.
+        """
+
+    def run(self, name: ModelName) -> Run:
+        """One run. Raises NoSuchThing, also for a model that is none."""
+
+    def begin_generation(self, name: ModelName, *, expect: int | None = None) -> Run:
+        """Take a run over, one that is new included: its generation grows by one, from 0.
+
+        From then on no commit of an older generation succeeds. With `expect` only if the run is at
+        that generation now, 0 for one that is new; of several who expect the same, one succeeds.
+        Raises RunTakenOver, which has the current one; Conflict for a model that is no run.
+        """
 
     def alias(self, name: ModelName, alias: AliasName) -> int | None:
         """The number of the version an alias is on, or None."""
@@ -187,15 +225,22 @@ class Catalogue(Placements, Protocol):
         alias: AliasName,
         *,
         as_of: datetime | None = None,
+        before: int | None = None,
         limit: int = 1000,
     ) -> list[AliasMove]:
-        """The moves of an alias, newest first, those up to a time."""
+        """The moves of an alias, newest first, those up to a time and before one's number."""
 
     def rollback_alias(self, name: ModelName, alias: AliasName, *, reason: str = "") -> AliasMove:
         """Put an alias back where it was before its last move. Raises NoSuchThing."""
 
     def open_upload(self, model: ModelName, publication: Publication) -> Upload:
-        """Begin a version of a model, which need not exist yet."""
+        """Begin a version of a model, which need not exist yet.
+
+        A publication that the model could not get raises as commit would: RunTakenOver, Conflict.
+        """
+
+    def join_upload(self, upload: UploadId) -> Upload:
+        """An upload that another process opened, to write under it, too. Raises UploadExpired."""
 
     def flush_outbox(self, store: Store) -> int:
         """Write records that are waiting into the store; a service does this by itself."""

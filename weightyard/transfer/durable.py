@@ -3,12 +3,23 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 from weightyard.errors import UnderReplicated
 from weightyard.storage.deadline import Deadline
-from weightyard.storage.store import FileOptions, Store, StorePath
+from weightyard.storage.store import FileOptions, StagedFile, Store, StorePath
 
 REPLICAS_TIMEOUT_S = 30.0
+
+
+def least_replicas(store: Store, asked: int | None) -> int:
+    """On how many DataNodes a file must be before it is relied on, if so many copies are asked."""
+    return min(2, asked or 2) if store.replicates else 1
+
+
+def was_counted(staged: StagedFile, wanted: int) -> bool:
+    """Whether a file lay on enough DataNodes when it was closed: publishing moves no byte of it."""
+    return staged.replicas is not None and staged.replicas >= wanted
 
 
 def require_replicas(store: Store, path: StorePath, wanted: int, timeout_s: float) -> None:
@@ -27,8 +38,13 @@ def require_replicas(store: Store, path: StorePath, wanted: int, timeout_s: floa
         time.sleep(0.1)
 
 
-def make_durable(store: Store, path: StorePath, wanted: int) -> None:
-    """The same for a file that may be another's, who asked for fewer copies: then ask for more."""
-    if wanted > 1 and store.stat(path).replication < wanted:
-        store.adjust(path, FileOptions(replication=wanted))
-    require_replicas(store, path, wanted, REPLICAS_TIMEOUT_S)
+def make_durable(store: Store, paths: Sequence[StorePath], wanted: int) -> None:
+    """The same for files that may be another's, who asked for fewer copies: then ask for more.
+
+    Of all of them first, so that HDFS copies them side by side.
+    """
+    for path in paths:
+        if wanted > 1 and store.stat(path).replication < wanted:
+            store.adjust(path, FileOptions(replication=wanted))
+    for path in paths:
+        require_replicas(store, path, wanted, REPLICAS_TIMEOUT_S)

@@ -13,13 +13,14 @@ from weightyard.errors import (
     Cancelled,
     DataNodeFailed,
     DeadlineExceeded,
+    FileMissing,
     Retryable,
     StaleLocation,
     YardError,
 )
 from weightyard.format.pack import Placement
 from weightyard.logs import Log
-from weightyard.names import BlockId
+from weightyard.names import BlockId, PackId
 from weightyard.storage import layout
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.limit import AdaptiveLimit
@@ -69,8 +70,10 @@ class Job:
     run: Run
     memory: memoryview = field(default_factory=lambda: memoryview(b""))
     """As much as `run.host_bytes`."""
-    is_hedged: bool = True
-    """Whether it may be."""
+    bases: list[Job] = field(default_factory=list)
+    """What was begun for its deltas: jobs of their own, one after the other, before its own."""
+    carried: Carried | None = None
+    """Of a base: how it was carried out."""
     tried: set[str] = field(default_factory=set)
     """DataNodes that failed, or whose bytes were wrong."""
     failures: list[YardError] = field(default_factory=list)
@@ -138,8 +141,8 @@ class Fetcher:
 
         Raises what the last replica said if none has, FileMissing, Cancelled.
         """
-        began = time.monotonic()
         bases = self._fetch_bases(job)
+        began = time.monotonic()
         while True:
             job.is_fetched = False
             fetched = self._fetch(job)
@@ -222,26 +225,38 @@ class Fetcher:
 
     def _ask(self, job: Job, location: Location) -> Fetched:
         """Ask the best replica left, or any if none is; and another one if that takes long."""
-        run = job.run
         span, candidates = self._candidates(job, location)
+        may_chase = len(candidates) > 1
+        patience_s = self._learned.pace.patience_s(job.run.length) if may_chase else None
+        race: Race[Fetched] = Race(patience_s)
+        # Around all of it: when the first one failed, the wait for the second is to be ended too.
+        with self._stop.ending(race.end, f"reading pack {job.run.pack}"):
+            return self._read_first(job, location, race, span, candidates)
+
+    def _read_first(
+        self,
+        job: Job,
+        location: Location,
+        race: Race[Fetched],
+        span: Span | None,
+        candidates: Sequence[Replica],
+    ) -> Fetched:
+        """The first read of a race; if a second one has the bytes sooner, those."""
+        run = job.run
         replica, begun = self._begin(span, candidates) if span and candidates else (None, None)
         job.is_hopeless = replica is None
-        may_chase = len(candidates) > 1 and job.is_hedged
-        patience_s = self._learned.pace.patience_s(run.length) if may_chase else None
-        race: Race[Fetched] = Race(patience_s)
         job.asked = replica.datanode if replica is not None else ""
         reads, stored = run.lay_out(job.memory)
         self._learned.hedges.count_read()
         try:
-            with self._stop.ending(race.end, f"reading pack {run.pack}"):
-                job.race = race
-                served = self._store.read(
-                    location,
-                    reads,
-                    replica=replica,
-                    timeout_s=self._timeout_s,
-                    cancel=race.first,
-                )
+            job.race = race
+            served = self._store.read(
+                location,
+                reads,
+                replica=replica,
+                timeout_s=self._timeout_s,
+                cancel=race.first,
+            )
         except Cancelled:
             answer = race.first_failed(0)
             if answer is None:
@@ -346,14 +361,30 @@ class Fetcher:
                 continue
             into = job.part(at, read.raw_bytes)
             at += read.base_bytes
-            self._fetch_base(read, into, job.part(scratch_at, read.base_scratch_bytes))
+            self._fetch_base(job, read, into, job.part(scratch_at, read.base_scratch_bytes))
             bases.append(into)
         return bases
 
-    def _fetch_base(self, read: BlockRead, into: memoryview, scratch: memoryview) -> None:
+    def _fetch_base(self, job: Job, read: BlockRead, into: memoryview, scratch: memoryview) -> None:
+        """A base is read as all else is: hedged, from the next replica where one fails, and from
+        another pack that has it where one is gone or damaged."""
         base = read.encoding.base
         if base is None:
             return
         wanted = [Wanted(base, read.raw_start, into)]
-        for run in plan_reads(wanted, {base: standalone(self._placements.get(base, ()))}):
-            self.carry_out(Job(run, scratch, is_hedged=False))
+        placements = standalone(self._placements.get(base, ()))
+        lost: set[PackId] = set()
+        while True:
+            runs = plan_reads(wanted, {base: placements}, avoid=lost)
+            try:
+                for run in runs:
+                    part = Job(run, scratch)
+                    job.bases.append(part)
+                    part.carried = self.carry_out(part)
+            except (FileMissing, BlockCorrupt) as why:
+                lost |= {run.pack for run in runs}
+                if all(placement.pack in lost for placement in placements):
+                    raise
+                _log.warning("read.base_elsewhere", block=base, reason=why)
+            else:
+                return

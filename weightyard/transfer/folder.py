@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from weightyard.errors import NoSuchThing, Refused
@@ -14,26 +14,44 @@ from weightyard.format.splitting import split_file
 from weightyard.names import FilePath
 from weightyard.transfer.appearing import appearing
 from weightyard.transfer.plan import wanted_of
-from weightyard.transfer.reader import Reader, ReadReport
+from weightyard.transfer.reader import ReadReport, ReadsBlocks
 from weightyard.transfer.source import FileSource, Source, translated
 from weightyard.transfer.writer import Content, Writer
 
 
 def files_in(folder: Path) -> list[tuple[FilePath, Path]]:
-    """The files of a folder, or the one file, by the names they will have. Links are refused."""
+    """The files of a folder, or the one file, by the names they will have.
+
+    Raises Refused for links and whatever else is no file, NotAllowed if a folder below cannot be
+    read: what is pushed is all there is.
+    """
     if folder.is_file():
         return [(FilePath(folder.name), folder)]
     if not folder.is_dir():
         raise NoSuchThing(f"{folder} is not there")
     found = []
-    for file in sorted(folder.rglob("*")):
+    for file in sorted(_below(folder)):
         if file.is_symlink():
             raise Refused(f"{file} is a link: push what it points to")
-        if file.is_file():
-            found.append((FilePath(file.relative_to(folder).as_posix()), file))
+        if file.is_dir():
+            continue
+        if not file.is_file():
+            raise Refused(f"{file} is neither a file nor a folder: it cannot be pushed")
+        found.append((FilePath(file.relative_to(folder).as_posix()), file))
     if not found:
         raise NoSuchThing(f"{folder} has no files")
     return found
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    """All that is in a folder and those below it."""
+
+    def fail(why: OSError) -> None:
+        with translated(Path(why.filename)):
+            raise why
+
+    for parent, folders, names in os.walk(folder, onerror=fail):
+        yield from (Path(parent, name) for name in (*folders, *names))
 
 
 def folder_contents(
@@ -62,7 +80,7 @@ def write_folder(writer: Writer, folder: Path, block_bytes: int) -> Manifest:
 
 
 def read_folder(
-    reader: Reader,
+    reader: ReadsBlocks,
     manifest: Manifest,
     folder: Path,
     files: Sequence[FileEntry] | None = None,
@@ -82,7 +100,7 @@ def read_folder(
 
 
 def _read_file(
-    reader: Reader,
+    reader: ReadsBlocks,
     manifest: Manifest,
     file: FileEntry,
     into: Path,

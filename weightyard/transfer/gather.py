@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import fnmatch
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +14,14 @@ from weightyard.names import FilePath
 from weightyard.settings import Settings
 from weightyard.transfer.folder import folder_contents, split_sources
 from weightyard.transfer.source import Source
+from weightyard.transfer.strict_json import strict_json
 from weightyard.transfer.writer import Content
 
 if TYPE_CHECKING:
     from weightyard.storage.hdfs.tree import HdfsTree, TreeFile
 
-_MAX_CONFIG_BYTES = 1 << 20
+MAX_CONFIG_BYTES = 1 << 20
+"""Of a config.json that is looked into."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +40,10 @@ class Gathered(Closing):
         """The model's config.json, if it has one that is a JSON object of a sensible size."""
         for content in self.contents:
             if [file.path for file in content.split.files] == ["config.json"]:
-                return _parsed(content.sources[0])
+                source = content.sources[0]
+                if source.length > MAX_CONFIG_BYTES:
+                    return None
+                return parsed_config(source.read_at(0, source.length))
         return None
 
 
@@ -94,11 +98,10 @@ class TreeSource(Source):
         self._tree.read_into(self._file, offset, into)
 
 
-def _parsed(source: Source) -> dict[str, Any] | None:
-    if source.length > _MAX_CONFIG_BYTES:
-        return None
+def parsed_config(text: bytes) -> dict[str, Any] | None:
+    """What a config.json says, if it is a JSON object; it is anyone's, and may be anything."""
     try:
-        config = json.loads(source.read_at(0, source.length))
-    except (ValueError, RecursionError):
+        config = strict_json(text)
+    except ValueError:
         return None
     return config if isinstance(config, dict) else None

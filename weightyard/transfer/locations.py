@@ -36,11 +36,16 @@ class Locations:
         """Ask the store, and remember. Raises as `Store.locate`."""
         self.drop(path)
         location = store.locate(path)
+        self.keep(path, location)
+        return location
+
+    def keep(self, path: StorePath, location: Location) -> None:
+        """Remember what was just asked, here or by another rank."""
         with self._lock:
+            self._known.pop(path, None)
             while len(self._known) >= MOST_LOCATIONS:
                 del self._known[next(iter(self._known))]  # the one asked for longest ago
             self._known[path] = (self._clock(), location)
-        return location
 
     def drop(self, path: StorePath) -> None:
         with self._lock:

@@ -78,5 +78,44 @@ class HostMemory:
         return self._used_bytes + sum(one.size for one in self._free)
 
 
+class Buffers:
+    """Memory for many threads, used again and again; who uses it bounds how much there is.
+
+    Short buffers are not kept: the allocator has pages for them that were touched before.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[np.ndarray] = []
+        self._lent: dict[int, np.ndarray] = {}
+
+    def take(self, length: int) -> memoryview:
+        """Memory of this length, with whatever was there before in it."""
+        if length < MIB:
+            return np.empty(length, np.uint8).data
+        with self._lock:
+            fitting = [one for one in self._free if one.size >= length]
+            if fitting:
+                buffer = min(fitting, key=len)
+                self._free = [one for one in self._free if one is not buffer]
+            else:
+                # In the place of one that is too short: never more than were lent at once.
+                del self._free[-1:]
+                buffer = np.empty(length, np.uint8)
+            self._lent[id(buffer)] = buffer
+        return buffer.data[:length]
+
+    def give(self, memory: memoryview | None) -> None:
+        """Take back what `take` gave; memory that is someone else's is left alone.
+
+        Whoever had it must not touch it any more.
+        """
+        if memory is not None:
+            with self._lock:
+                buffer = self._lent.pop(id(memory.obj), None)
+                if buffer is not None:
+                    self._free.append(buffer)
+
+
 def _rounded(length: int) -> int:
     return -(-length // MIB) * MIB

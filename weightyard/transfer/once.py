@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
+from functools import partial
 
-from weightyard.errors import AlreadyThere, Conflict, Retryable, TooLarge
+from weightyard.errors import AlreadyThere, Conflict, FileMissing, Retryable, TooLarge
 from weightyard.names import UploadId
 from weightyard.storage import layout
-from weightyard.storage.store import FileOptions, Read, Store, StorePath
+from weightyard.storage.store import FileOptions, Read, StagedFile, Store, StorePath
+from weightyard.transfer.together import run_together
+
+_STAGED_AT_ONCE = 8
 
 
 def write_once(
@@ -17,22 +21,62 @@ def write_once(
     path: StorePath,
     content: bytes,
     options: FileOptions | None = None,
-) -> None:
+) -> StagedFile | None:
     """Stage and publish. If the file is there already with this content, that is success.
 
-    Raises Conflict if it is there with other content, and what the store raises.
+    Returns what was published; None: it was there. Raises Conflict if it is there with other
+    content, and what the store raises.
     """
-    name = path.text.rpartition("/")[2]
-    with store.stage(layout.staging(upload, name), options) as stage:
-        stage.write(content)
-        staged = stage.close()
+    return write_each_once(store, upload, {path: content}, options).get(path)
+
+
+def write_each_once(
+    store: Store,
+    upload: UploadId,
+    files: Mapping[StorePath, bytes],
+    options: FileOptions | None = None,
+) -> Mapping[StorePath, StagedFile]:
+    """The same for several: staged together, published in their order. Returns those that were.
+
+    So none is there before those in front of it are, and HDFS is waited for once, not each time.
+    """
+    staged: dict[StorePath, StagedFile] = {}
+
+    def stage_one(number: int, path: StorePath) -> None:
+        name = path.text.rpartition("/")[2]
+        place = layout.staging(upload, f"{number}-{name}" if number else name)
+        with store.stage(place, options) as stage:
+            stage.write(files[path])
+            staged[path] = stage.close()
+
+    stages = [partial(stage_one, number, path) for number, path in enumerate(files)]
+    run_together(min(len(stages), _STAGED_AT_ONCE), "weightyard-stage", stages)
+    return {
+        path: staged[path]
+        for path, content in files.items()
+        if _is_published(store, staged[path], path, content)
+    }
+
+
+def _is_published(store: Store, staged: StagedFile, path: StorePath, content: bytes) -> bool:
+    """Give it its name; False: another file with this content has it. Raises Conflict."""
     try:
         store.publish(staged, path)
     except AlreadyThere:
-        same = store.stat(path).length == len(content) and read_whole(store, path) == content
+        is_same = is_there(store, path, content)
         store.delete(staged.path)
-        if not same:
+        if not is_same:
             raise Conflict(f"{path} is there with other content") from None
+        return False
+    return True
+
+
+def is_there(store: Store, path: StorePath, content: bytes) -> bool:
+    """Whether there is such a file, with exactly this content."""
+    try:
+        return store.stat(path).length == len(content) and read_whole(store, path) == content
+    except FileMissing:
+        return False
 
 
 def read_whole(store: Store, path: StorePath, limit_bytes: int = 1 << 28) -> bytes:

@@ -10,7 +10,7 @@ import queue
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
@@ -22,7 +22,8 @@ from weightyard.storage.deadline import Deadline
 from weightyard.storage.limit import AdaptiveLimit
 from weightyard.storage.store import Location, Store
 from weightyard.transfer.decoding import cores
-from weightyard.transfer.fetching import Carried, Fetcher, Job
+from weightyard.transfer.fetching import Carried, Fetched, Fetcher, Job
+from weightyard.transfer.hedging import Race
 from weightyard.transfer.learned import MOST_FETCHES, Learned
 from weightyard.transfer.memory import HostMemory
 from weightyard.transfer.plan import Run
@@ -34,6 +35,18 @@ _LOCATOR_GRACE_S = 1.0
 
 Lost = tuple[Run, YardError]
 """A run whose bytes are not where they were thought to be, and what was found there."""
+
+
+def how_many_more(limit: int, decoders: int, under_way: int, fetched: int) -> int:
+    """How many runs to begin beside those under way, of which some are fetched already. Pure.
+
+    As many as the network rewards, and always one more than can decode at once, so that the network
+    is not idle meanwhile; none while fetched ones wait for a decoder, since they would only take
+    fresh memory.
+    """
+    if fetched > decoders:
+        return 0
+    return max(0, max(limit, decoders + 1) - under_way)
 
 
 class Pipeline:
@@ -167,14 +180,10 @@ class Pipeline:
             self._lose(job, why)
 
     def _admit(self) -> None:
-        """Begin runs: as many as the network rewards and the memory holds.
-
-        Always one more than can decode at once, so that the network is not idle meanwhile; none
-        while fetched ones wait for a core, since they would only take fresh memory.
-        """
-        most = max(self._limit.limit, cores() + 1)
+        """Begin runs: as many as `how_many_more` says and the memory holds."""
         fetched = sum(job.is_fetched for job in self._fetching)
-        while self._ready and fetched <= cores() and len(self._fetching) < most:
+        more = how_many_more(self._limit.limit, cores(), len(self._fetching), fetched)
+        for _ in range(min(more, len(self._ready))):
             job = self._ready[0]
             if not job.memory:
                 needed = job.run.host_bytes
@@ -189,9 +198,8 @@ class Pipeline:
     def _chase(self) -> None:
         """Hedge the reads that take longer than their like."""
         now = time.monotonic()
-        for job in self._fetching:
-            race = job.race
-            if race is None or race.due_at is None or now < race.due_at or job in self._chased:
+        for job, race, due_at in self._due():
+            if now < due_at:
                 continue
             length = job.run.length
             if not self._memory.fits(length) or not self._learned.hedges.take():
@@ -203,14 +211,20 @@ class Pipeline:
             chase = partial(self._fetcher.chase, job, race, memory)
             self._fetchers.submit(self._post, chase, self._chase_ended, job)
 
+    def _due(self) -> Iterator[tuple[Job, Race[Fetched], float]]:
+        """The reads under way that may be hedged, those of bases too, and from when on."""
+        for job in self._fetching:
+            for one in (job, *job.bases):
+                race = one.race
+                if race is not None and race.due_at is not None and one not in self._chased:
+                    yield one, race, race.due_at
+
     def _listen(self) -> None:
         """Wait for a word, no longer than until something else is due, and heed it."""
         now = time.monotonic()
         wake_at = min(now + _TICK_S, self._deadline.at)
-        for job in self._fetching:
-            race = job.race
-            if race is not None and race.due_at is not None and job not in self._chased:
-                wake_at = min(wake_at, max(race.due_at, now + _TICK_S / 10))
+        for _, _, due_at in self._due():
+            wake_at = min(wake_at, max(due_at, now + _TICK_S / 10))
         try:
             word = self._words.get(timeout=max(0.0, wake_at - now))
         except queue.Empty:
@@ -257,7 +271,8 @@ class Pipeline:
         self._left -= 1
         self._memory.give(job.memory)
         job.memory = memoryview(b"")
-        self._settle(job)
+        for one in (job, *job.bases):
+            self._settle(one)
 
     def _chase_ended(self, job: Job, _: object, failed: BaseException | None) -> None:
         if failed is not None:
@@ -275,6 +290,9 @@ class Pipeline:
             self._settling.add(job)
 
     def _count(self, job: Job, carried: Carried) -> None:
+        for base in job.bases:
+            if base.carried is not None:
+                self._count(base, base.carried)
         report, run, served = self._report, job.run, carried.served
         report.fetch_s += carried.fetch_s
         report.decode_s += carried.decode_s

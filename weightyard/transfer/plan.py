@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeAlias
 
 from weightyard.errors import FileMissing, Refused
 from weightyard.format.block import ALIGNMENT, CHUNK_BYTES, KIB, MIB, Codec, Encoding
@@ -28,6 +29,10 @@ LEAST_HOST_BYTES = 5 * MIB
 _BASE_FACTOR, _OTHER_FACTOR = 4, 2
 
 
+OnChunks: TypeAlias = Callable[[Codec | None, range], None]
+"""Is told how chunks of a block lie where they were wanted: as planes of a codec, or decoded."""
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """A run of a block's raw bytes, and where they should go."""
@@ -36,6 +41,9 @@ class Wanted:
     offset: int
     into: memoryview
     """Writable bytes, as many as wanted."""
+    on_chunks: OnChunks | None = None
+    """Merges planes itself: then chunks that are wanted whole may be left as planes. It is told,
+    from any thread, how they lie; what it is told last holds."""
 
     @property
     def end(self) -> int:
@@ -204,8 +212,9 @@ def plan_reads(
     *,
     host_bytes: int = HOST_BYTES,
     avoid: Collection[PackId] = (),
+    gap_bytes: int = GAP_BYTES,
 ) -> tuple[Run, ...]:
-    """Every wanted byte fetched once, by few requests.
+    """Every wanted byte fetched once, by few requests; what lies between two may be, too.
 
     No run needs more than `host_bytes` of memory besides its destination, so blocks may be read in
     parts. Packs to avoid are used only for what lies nowhere else. Raises FileMissing for a block
@@ -224,7 +233,7 @@ def plan_reads(
     return tuple(
         run
         for pack, in_pack in groupby(reads, key=lambda read: read.placement.pack)
-        for run in _join(pack, in_pack, host_bytes)
+        for run in _join(pack, in_pack, host_bytes, gap_bytes)
     )
 
 
@@ -291,18 +300,21 @@ def _parts(want: Wanted, part_bytes: int) -> Iterator[Wanted]:
     at = want.offset
     while at < want.end:
         end = min(want.end, (at // part_bytes + 1) * part_bytes)
-        yield Wanted(want.block, at, want.into[at - want.offset : end - want.offset])
+        into = want.into[at - want.offset : end - want.offset]
+        yield Wanted(want.block, at, into, want.on_chunks)
         at = end
 
 
-def _join(pack: PackId, reads: Iterable[BlockRead], host_bytes: int) -> Iterator[Run]:
+def _join(
+    pack: PackId, reads: Iterable[BlockRead], host_bytes: int, gap_bytes: int
+) -> Iterator[Run]:
     members: list[BlockRead] = []
     needed = end = 0
     for read in reads:
         needs = Run(pack, (read,)).host_bytes
         gap = read.start - end
         length = read.start + read.stored_bytes - members[0].start if members else 0
-        if gap > GAP_BYTES or length > RUN_BYTES or needed + gap + needs > host_bytes:
+        if gap > gap_bytes or length > RUN_BYTES or needed + gap + needs > host_bytes:
             if members:
                 yield Run(pack, tuple(members))
             members, needed, gap = [], 0, 0

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
+from typing import Any
 
-from weightyard.errors import Conflict, ManifestInvalid, Retryable
+from pydantic import ValidationError
+
+from weightyard.errors import BadSetting, Conflict, ManifestInvalid, Retryable
 from weightyard.format import manifest as manifests
 from weightyard.format.manifest import Manifest
+from weightyard.logs import Log
 from weightyard.names import Digest
 from weightyard.records import Publication, Version
 from weightyard.storage import layout
 from weightyard.storage.store import FileOptions, Store
-from weightyard.transfer.catalogue import ManifestFile, Upload
-from weightyard.transfer.durable import make_durable
-from weightyard.transfer.once import read_each_replica, read_whole, write_once
+from weightyard.transfer.catalogue import Catalogue, ManifestFile, Upload
+from weightyard.transfer.durable import make_durable, was_counted
+from weightyard.transfer.once import is_there, read_each_replica, read_whole, write_once
+
+_log = Log(__name__)
+
+
+def checked_publication(said: Mapping[str, Any]) -> Publication:
+    """What a writer says of its version. Raises BadSetting where something is over its bound."""
+    try:
+        return Publication(**said)
+    except ValidationError as why:
+        first = why.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadSetting(f"{where}: {first['msg']}") from None
 
 
 def publish(
@@ -30,17 +47,50 @@ def publish(
     Raises as `Upload.commit` and the store do, UnderReplicated.
     """
     digest, stored = manifests.encode(manifest)
-    upload.begin_manifest(ManifestFile(digest, len(stored)))
-    options = FileOptions(replication=publication.replication)
-    try:
-        write_once(store, upload.id, layout.manifest(digest), stored, options)
-    except Conflict:
-        read_manifest(store, digest)  # the same manifest, compressed by another zstd
-    make_durable(store, layout.manifest(digest), min_replicas)
+    store_manifest(
+        store, upload, digest, stored, publication.replication, min_replicas=min_replicas
+    )
     version = upload.commit(digest, manifest, publication, key)
     with suppress(Retryable):  # what counts is done; gc removes what is left here
         store.delete(layout.staging_folder(upload.id))
     return version
+
+
+def store_manifest(
+    store: Store,
+    upload: Upload,
+    digest: Digest,
+    stored: bytes,
+    replication: int | None,
+    *,
+    min_replicas: int,
+    is_new: bool = False,
+) -> None:
+    """Have a manifest in the store, whoever else writes it too. Raises as the store does.
+
+    `is_new`: it is hardly there, and not looked for; if it is, that shows when it is published.
+    """
+    upload.begin_manifest(ManifestFile(digest, len(stored)))
+    options = FileOptions(replication=replication, counts_replicas=True)
+    path = layout.manifest(digest)
+    # Closing a new file may wait half a second for HDFS.
+    if is_new or not is_there(store, path, stored):
+        try:
+            published = write_once(store, upload.id, path, stored, options)
+        except Conflict:
+            read_manifest(store, digest)  # the same manifest, compressed by another zstd
+        else:
+            if published is not None and was_counted(published, min_replicas):
+                return
+    make_durable(store, [path], min_replicas)
+
+
+def write_records(store: Store, catalogue: Catalogue) -> None:
+    """Write out the records of what was just done; if that fails, anyone can do it later."""
+    try:
+        catalogue.flush_outbox(store)
+    except Retryable as why:
+        _log.warning("yard.records_wait", reason=why)
 
 
 def read_manifest(store: Store, digest: Digest) -> Manifest:

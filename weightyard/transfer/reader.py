@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
+
+from typing_extensions import Buffer
 
 from weightyard.errors import BadSetting
 from weightyard.format.block import MIB
@@ -22,10 +25,17 @@ from weightyard.transfer.fetching import Choose, Fetcher
 from weightyard.transfer.learned import LEAST_FETCHES, Learned, learned_of
 from weightyard.transfer.memory import HostMemory, SpareMemory
 from weightyard.transfer.pipeline import Lost, Pipeline
-from weightyard.transfer.plan import HOST_BYTES, LEAST_HOST_BYTES, Wanted, plan_reads, standalone
+from weightyard.transfer.plan import (
+    GAP_BYTES,
+    HOST_BYTES,
+    LEAST_HOST_BYTES,
+    Wanted,
+    plan_reads,
+    standalone,
+)
 from weightyard.transfer.report import OnEvent, ReadEvent, ReadEventKind, ReadReport
 
-__all__ = ["Choose", "ReadReport", "Reader", "read_pack_index"]
+__all__ = ["Choose", "ReadReport", "Reader", "ReadsBlocks", "pack_index", "read_pack_index"]
 
 _log = Log(__name__)
 
@@ -33,6 +43,16 @@ MAX_HOST_BYTES = 256 * MIB
 _LEAST_MAX_HOST_BYTES = 8 * MIB
 _RUN_SHARE = 4
 """A run may use this part of the budget, so that several are under way."""
+
+
+class ReadsBlocks(Protocol):
+    """What a Reader does, and whoever else can get at blocks. Thread-safe."""
+
+    def read(
+        self, wanted: Sequence[Wanted], progress: Callable[[int], None] | None = None, /
+    ) -> ReadReport:
+        """Fill every buffer, or raise."""
+        ...
 
 
 class Reader:
@@ -53,6 +73,7 @@ class Reader:
         choose: Choose | None = None,
         timeout_s: float = 30.0,
         max_host_bytes: int = MAX_HOST_BYTES,
+        gap_bytes: int = GAP_BYTES,
         on_event: OnEvent | None = None,
         settings: Settings | None = None,
         learned: Learned | None = None,
@@ -61,7 +82,8 @@ class Reader:
 
         `choose` orders replicas instead of distance and estimates. `timeout_s` is for each request.
         `max_host_bytes` bounds the memory used besides the destination, by each read; what one had
-        is kept for the next. `on_event` is called in
+        is kept for the next. `gap_bytes`: so much between what is wanted is read and thrown away
+        rather than asking twice. `on_event` is called in
         the thread that reads. `learned`: what to know of the cluster, instead of what this process
         has learned so far. Raises BadSetting.
         """
@@ -80,6 +102,7 @@ class Reader:
         self._choose = choose
         self._timeout_s = timeout_s
         self._max_host_bytes = max_host_bytes
+        self._gap_bytes = gap_bytes
         self._spare = SpareMemory()
         self._on_event = on_event
         self._rack = (settings or Settings()).location
@@ -119,7 +142,13 @@ class Reader:
         began = time.monotonic()
         placements = self._look_up(want.block for want in wanted)
         share = max(LEAST_HOST_BYTES, self._max_host_bytes // _RUN_SHARE)
-        runs = plan_reads(wanted, placements, host_bytes=min(HOST_BYTES, share), avoid=avoid)
+        runs = plan_reads(
+            wanted,
+            placements,
+            host_bytes=min(HOST_BYTES, share),
+            avoid=avoid,
+            gap_bytes=self._gap_bytes,
+        )
         bases = self._look_up(
             read.encoding.base
             for run in runs
@@ -188,11 +217,21 @@ class _Call:
 def read_pack_index(store: Store, pack: PackId) -> tuple[Placement, ...]:
     """What a pack says it holds. Raises FileMissing, PackInvalid, UnknownFormat."""
     location = store.locate(layout.pack(pack))
-    tail = bytearray(min(TAIL_BYTES, location.length))
-    store.read(location, [Read(location.length - len(tail), memoryview(tail))])
-    span = read_trailer(tail, location.length)
-    footer = span.within(tail, location.length)
-    if footer is None:
-        footer = memoryview(bytearray(span.length))
-        store.read(location, [Read(span.offset, footer)])
-    return read_footer(footer, span, pack)
+
+    def read(offset: int, length: int) -> memoryview:
+        into = memoryview(bytearray(length))
+        store.read(location, [Read(offset, into)])
+        return into
+
+    return pack_index(pack, location.length, read)
+
+
+def pack_index(
+    pack: PackId, pack_bytes: int, read: Callable[[int, int], Buffer]
+) -> tuple[Placement, ...]:
+    """The same for a pack wherever it is: `read` gives the bytes at an offset, so many."""
+    tail_bytes = min(TAIL_BYTES, pack_bytes)
+    tail = read(pack_bytes - tail_bytes, tail_bytes)
+    span = read_trailer(tail, pack_bytes)
+    footer = span.within(tail, pack_bytes)
+    return read_footer(read(span.offset, span.length) if footer is None else footer, span, pack)

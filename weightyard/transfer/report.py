@@ -45,6 +45,7 @@ class ReadReport:
 
     raw_bytes: int = 0
     stored_bytes: int = 0
+    """Those of bases, too, that deltas were read over."""
     requests: int = 0
     by_path: Counter[ReadPath] = field(default_factory=Counter)
     """Stored bytes by the way they came."""

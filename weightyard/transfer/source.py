@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from typing_extensions import Buffer
@@ -17,13 +18,16 @@ from weightyard.format.splitting import Piece
 
 
 class Source(ABC):
-    """A run of bytes that does not change while it is written. Thread-safe."""
+    """A run of bytes, which should not change while it is written. Thread-safe.
+
+    If it does, what is stored is a mixture or nothing, but every block is what its name says.
+    """
 
     length: int
 
     @abstractmethod
     def read_into(self, offset: int, into: memoryview) -> None:
-        """Fill the buffer. Raises Conflict if the source turns out shorter than it was."""
+        """Fill the buffer. Raises Conflict if the source is seen to have changed."""
 
     def read_at(self, offset: int, length: int) -> bytes:
         """A copy of some bytes."""
@@ -32,19 +36,21 @@ class Source(ABC):
         return bytes(out)
 
     def view(self, offset: int, length: int) -> memoryview | None:
-        """The bytes themselves if they are in memory, else None."""
+        """The bytes themselves if they are in memory, else None. Others may change them."""
         return None
 
 
 class MemorySource(Source):
-    """Bytes in memory; they are never copied."""
+    """Bytes in memory, of which no copy is kept."""
 
     def __init__(self, data: Buffer) -> None:
         self._data = memoryview(data).cast("B")
         self.length = self._data.nbytes
 
     def read_into(self, offset: int, into: memoryview) -> None:
-        into[:] = self._data[offset : offset + len(into)]
+        # Not memoryview's way, which lets no other thread of Python run meanwhile.
+        part = np.frombuffer(self._data[offset : offset + len(into)], np.uint8)
+        np.copyto(np.frombuffer(into, np.uint8), part)
 
     def view(self, offset: int, length: int) -> memoryview | None:
         return self._data[offset : offset + length]
@@ -56,22 +62,33 @@ class FileSource(Source):
     def __init__(self, path: Path) -> None:
         self._path = path
         with translated(path):
-            self.length = path.stat().st_size
+            self._state = _state(path.stat())
+        self.length = self._state.length
 
     def read_into(self, offset: int, into: memoryview) -> None:
         with translated(self._path):
             file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                if os.fstat(file).st_size != self.length:
-                    raise Conflict(f"{self._path} changed while it was read: push it again")
                 rest = into
                 while rest and (done := os.preadv(file, [rest], offset)):
                     offset += done
                     rest = rest[done:]
-                if rest:
-                    raise Conflict(f"{self._path} became shorter while it was read: push it again")
+                # Looked at last, so that what changed while it was read is noticed too.
+                if rest or _state(os.fstat(file)) != self._state:
+                    raise Conflict(f"{self._path} changed while it was read: push it again")
             finally:
                 os.close(file)
+
+
+class _State(NamedTuple):
+    """By which a file is known to be the one it was; other bytes may be as many."""
+
+    length: int
+    modified_ns: int
+
+
+def _state(status: os.stat_result) -> _State:
+    return _State(status.st_size, status.st_mtime_ns)
 
 
 @contextmanager
@@ -87,15 +104,26 @@ def translated(path: Path) -> Iterator[None]:
         raise NoSuchThing(f"{path}: {why.strerror}") from why
 
 
+def piece_view(piece: Piece, sources: Sequence[Source]) -> memoryview | None:
+    """The raw bytes of a piece where they lie, if that is one place in memory."""
+    if len(piece.parts) != 1:
+        return None
+    (part,) = piece.parts
+    return sources[part.source].view(part.start, part.length)
+
+
 def piece_bytes(piece: Piece, sources: Sequence[Source]) -> memoryview:
     """The raw bytes of a piece: a view where they lie in one place in memory, else a copy."""
-    if len(piece.parts) == 1:
-        (part,) = piece.parts
-        if (view := sources[part.source].view(part.start, part.length)) is not None:
-            return view
+    if (view := piece_view(piece, sources)) is not None:
+        return view
     raw = np.empty(piece.raw_bytes, np.uint8).data  # not zeroed first: it is filled whole
+    read_piece(piece, sources, raw)
+    return raw
+
+
+def read_piece(piece: Piece, sources: Sequence[Source], into: memoryview) -> None:
+    """Copy the raw bytes of a piece into memory that is exactly as long."""
     at = 0
     for part in piece.parts:
-        sources[part.source].read_into(part.start, raw[at : at + part.length])
+        sources[part.source].read_into(part.start, into[at : at + part.length])
         at += part.length
-    return raw

@@ -1,4 +1,4 @@
-"""Verifying: a file of this machine held against the blocks its manifest names."""
+"""Verifying: bytes held against the blocks they should be."""
 
 from __future__ import annotations
 
@@ -6,8 +6,12 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from typing_extensions import Buffer
+
+from weightyard import codec
 from weightyard.errors import BlockCorrupt
-from weightyard.format.block import block_id
+from weightyard.format.block import Encoding, block_id, fold
 from weightyard.format.manifest import FileEntry, Manifest
 from weightyard.transfer.source import Source
 
@@ -24,6 +28,33 @@ class _Part:
     @property
     def end(self) -> int:
         return self.offset + self.length
+
+
+def require_stored(encoding: Encoding, stored: memoryview) -> None:
+    """See that a block's stored bytes have their checksums, and zeros between segments.
+
+    Raises BlockCorrupt. All that can be seen without decoding: of a delta, without its base.
+    """
+    codec.verify(encoding, stored)
+    for index, segment in enumerate(encoding.segments):
+        if any(
+            stored[encoding.offsets[index] + segment.stored_bytes : encoding.offsets[index + 1]]
+        ):
+            raise BlockCorrupt(f"block {encoding.block}: padding of segment {index} is not zero")
+
+
+def require_block(encoding: Encoding, stored: memoryview, base: Buffer | None = None) -> None:
+    """The same, and that the raw bytes are those the block's id and fold name.
+
+    `base`: the raw bytes of a delta's base. Raises BlockCorrupt, and Refused for a base that does
+    not fit.
+    """
+    require_stored(encoding, stored)
+    raw = np.empty(encoding.raw_bytes, np.uint8).data
+    codec.decode(encoding, stored, raw, base=base)
+    codec.verify_whole(encoding, raw)
+    if fold(raw) != encoding.fold:
+        raise BlockCorrupt(f"block {encoding.block}: its fold is another")
 
 
 def require_content(manifest: Manifest, file: FileEntry, source: Source) -> None:

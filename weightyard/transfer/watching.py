@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
+from weightyard import jitter
 from weightyard.errors import Cancelled, YardError
 from weightyard.records import Version
 from weightyard.storage.cancel import Cancel
@@ -19,7 +19,7 @@ def polled(resolve: Callable[[], Version], poll_s: float, stop: Cancel) -> Itera
     """Look again and again, until stopped. The same version may come many times."""
     while not stop.is_cancelled:
         yield sighted(resolve)
-        pause(jittered(poll_s), stop)
+        pause(jitter.about(poll_s), stop)
 
 
 def sighted(resolve: Callable[[], Version]) -> Sighting:
@@ -28,11 +28,6 @@ def sighted(resolve: Callable[[], Version]) -> Sighting:
         return resolve()
     except YardError as why:
         return why
-
-
-def jittered(seconds: float) -> float:
-    """About as long, so that many who wait do not come back together."""
-    return seconds * random.uniform(0.8, 1.2)
 
 
 def pause(seconds: float, stop: Cancel) -> None:

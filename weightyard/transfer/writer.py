@@ -1,7 +1,8 @@
 """The writer: pieces become blocks, blocks become packs, packs become durable.
 
-For each batch of pieces: hash → claim what the store has → plan packs → encode and prove → stage →
-publish → wait for replicas → tell the catalogue. Only the last step makes a block claimable.
+In the order of the pieces, all at once: read and hash → claim what the store has → encode and
+prove what it has not → fill packs. Each pack: stage → publish → wait for replicas → tell the
+catalogue. Only that makes its blocks claimable.
 """
 
 from __future__ import annotations
@@ -9,39 +10,34 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
-from typing import Literal
-
-import numpy as np
+from itertools import accumulate, islice
+from queue import Empty, SimpleQueue
+from typing import Literal, Protocol
 
 from weightyard import codec
-from weightyard.format.block import Codec, block_id
+from weightyard.errors import Conflict
+from weightyard.format.block import MIB, Codec, block_id
 from weightyard.format.pack import PACK_HEADER, PACK_LIMIT_BYTES, PackBuilder, padding
 from weightyard.format.splitting import Piece, Split
 from weightyard.names import BlockId, PackId
 from weightyard.storage import layout
 from weightyard.storage.store import FileOptions, Stage, Store
 from weightyard.transfer.catalogue import Packing
-from weightyard.transfer.durable import require_replicas
+from weightyard.transfer.durable import require_replicas, was_counted
+from weightyard.transfer.memory import Buffers
 from weightyard.transfer.plan import Wanted
-from weightyard.transfer.reader import Reader
-from weightyard.transfer.source import Source, piece_bytes
+from weightyard.transfer.source import Source, piece_view, read_piece
 from weightyard.transfer.together import run_together
 
 _BATCH_PIECES = 1024
-"""Claimed in one call; at 16 MiB a block this is one call for 16 GiB."""
+"""Claimed in one call, at most: at 16 MiB a block, one call for 16 GiB."""
 
-_USUAL_SIZE_LEFT = {
-    Codec.PLANES_BF16: 0.68,
-    Codec.PLANES_FP16: 0.87,
-    Codec.PLANES_FP32: 0.85,
-    Codec.PLANES_FP64: 0.95,
-}
-"""For planning how many blocks go into a pack; a wrong guess costs a shorter pack, no more."""
+_LOOK_UP_S = 0.1
+"""How long a pack's writer waits for its next block before it looks whether to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +56,11 @@ class WriteOptions:
     A delta is kept if it is worth it; `also` lets those who have nothing read the block whole.
     """
     pack_bytes: int = PACK_LIMIT_BYTES
+    kept_bytes: int = 64 * MIB
+    """Of pieces claimed in one call, which are kept in memory until they are encoded.
+
+    After a call that found nothing new they are not, and what is new among them is read again.
+    """
     threads: int = max(2, os.cpu_count() or 2)
     """For hashing and encoding."""
     lanes: int = 2
@@ -76,9 +77,19 @@ class WriteReport:
     """Of the blocks the store did not have, before encoding."""
     stored_bytes: int = 0
     """Of the packs written, footers included."""
+    whole_bytes: int = 0
+    """What the new blocks take standalone; of those of which only a delta was kept, an estimate."""
     blocks: int = 0
     blocks_new: int = 0
     packs_written: int = 0
+
+
+class Bases(Protocol):
+    """What gives the writer the bases of deltas; a Reader does. Thread-safe."""
+
+    def read(self, wanted: Sequence[Wanted], /) -> object:
+        """Fill every buffer, or raise."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +100,8 @@ class Content:
     sources: Sequence[Source]
     bases: Mapping[int, BlockId] = field(default_factory=dict)
     """Number of a piece → a block of the same length that it may be much like."""
+    into: Mapping[int, memoryview] = field(default_factory=dict)
+    """Number of a piece → memory of its length, of whoever wants to have its bytes afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,32 +111,67 @@ class Cut:
     piece: Piece
     sources: Sequence[Source]
     base: BlockId | None = None
+    into: memoryview | None = None
 
-    def read(self) -> memoryview:
-        return piece_bytes(self.piece, self.sources)
+    def read(self, buffers: Buffers) -> memoryview:
+        """A copy of its bytes, where they are wanted or else in a buffer."""
+        raw = buffers.take(self.piece.raw_bytes) if self.into is None else self.into
+        read_piece(self.piece, self.sources, raw)
+        return raw
 
 
 @dataclass(frozen=True, slots=True)
-class PlannedBlock:
-    """A block the store does not have, and where its bytes come from."""
+class NewBlock:
+    """A block the store does not have."""
 
     id: BlockId
     cut: Cut
+    raw: memoryview | None
+    """Its bytes, in a buffer of ours; None: to be read again."""
+    base: BlockId | None
+    """A block to make a delta of, held by the upload."""
 
 
-def plan_packs(blocks: Sequence[PlannedBlock], options: WriteOptions) -> list[list[PlannedBlock]]:
-    """Which new blocks to put together: neighbours, about a pack full of them."""
-    groups: list[list[PlannedBlock]] = []
-    room = 0.0
-    for block in blocks:
-        size_left = _USUAL_SIZE_LEFT.get(block.cut.piece.codec, 1.0) if options.compress else 1.0
-        takes = block.cut.piece.raw_bytes * size_left
-        if takes > room:
-            groups.append([])
-            room = 0.98 * options.pack_bytes
-        groups[-1].append(block)
-        room -= takes
-    return groups
+@dataclass(frozen=True, slots=True)
+class ReadyBlock:
+    """A block to be written, and the buffer it lies in, if any."""
+
+    encoded: codec.Encoded
+    buffer: memoryview | None = None
+
+
+class PackInWork:
+    """A pack that one thread fills and another one writes.
+
+    Call order: `add` while a block fits → `end`. Whoever iterates gets the blocks as they come, and
+    no more of them once `stop` is set.
+    """
+
+    def __init__(self, pack_bytes: int, stop: threading.Event) -> None:
+        self.layout = PackBuilder(PackId.new(), pack_bytes)
+        self._stop = stop
+        self._blocks: SimpleQueue[ReadyBlock | None] = SimpleQueue()
+
+    def fits(self, block: ReadyBlock) -> bool:
+        return self.layout.fits(block.encoded.encoding)
+
+    def add(self, block: ReadyBlock) -> None:
+        """Raises TooLarge if it does not fit."""
+        self.layout.add(block.encoded.encoding)
+        self._blocks.put(block)
+
+    def end(self) -> None:
+        self._blocks.put(None)
+
+    def __iter__(self) -> Iterator[ReadyBlock]:
+        while not self._stop.is_set():
+            try:
+                block = self._blocks.get(timeout=_LOOK_UP_S)
+            except Empty:
+                continue
+            if block is None:
+                return
+            yield block
 
 
 class Writer:
@@ -138,7 +186,7 @@ class Writer:
         upload: Packing,
         options: WriteOptions | None = None,
         progress: Callable[[int], None] | None = None,
-        bases: Reader | None = None,
+        bases: Bases | None = None,
     ) -> None:
         """`progress` is told of bytes done; `bases` reads the bases of deltas."""
         self._store = store
@@ -146,6 +194,7 @@ class Writer:
         self._options = options or WriteOptions()
         self._progress = progress or (lambda done_bytes: None)
         self._bases = bases
+        self._buffers = Buffers()
         self._lock = threading.Lock()
         self._report = WriteReport()
 
@@ -156,45 +205,75 @@ class Writer:
     def write(self, contents: Sequence[Content]) -> list[list[BlockId]]:
         """Put every piece into the store; returns the names of the blocks, content by content.
 
-        Raises what the store and the sources raise, UnderReplicated, and Bug if a codec fails to
-        give back what it was given.
+        Raises what the store and the sources raise, Conflict if a source changed meanwhile,
+        UnderReplicated, and Bug if a codec fails to give back what it was given.
         """
         cuts = [
-            Cut(piece, content.sources, content.bases.get(number))
+            Cut(piece, content.sources, content.bases.get(number), content.into.get(number))
             for content in contents
             for number, piece in enumerate(content.split.pieces)
         ]
         ids: list[BlockId] = []
-        for start in range(0, len(cuts), _BATCH_PIECES):
-            ids += self._write_batch(cuts[start : start + _BATCH_PIECES])
+        stop = threading.Event()
+        with ThreadPoolExecutor(self._options.threads, "weightyard-encode") as workers:
+            ready = self._encoded(self._new_blocks(cuts, ids, workers), workers)
+            packs = self._filled(ready, stop)
+            run_together(self._options.lanes, "weightyard-write", packs, stop)
         rest = iter(ids)
         return [list(islice(rest, len(content.split.pieces))) for content in contents]
 
-    def _write_batch(self, cuts: Sequence[Cut]) -> list[BlockId]:
-        with ThreadPoolExecutor(self._options.threads, "weightyard-encode") as workers:
-            ids = list(workers.map(lambda cut: block_id(cut.read()), cuts))
-            by_id = dict(zip(ids, cuts, strict=True))
-            known = self._upload.claim(list(by_id))
-            new = [PlannedBlock(id, cut) for id, cut in by_id.items() if id not in known]
-            bases = self._claimed_bases(new)
-            logical_bytes = sum(cut.piece.raw_bytes for cut in cuts)
-            new_bytes = sum(block.cut.piece.raw_bytes for block in new)
+    def _new_blocks(
+        self, cuts: Sequence[Cut], ids: list[BlockId], workers: ThreadPoolExecutor
+    ) -> Iterator[NewBlock]:
+        """The blocks that the store does not have, each once; `ids` gets the names of all."""
+        begun: set[BlockId] = set()
+        start, is_kept = 0, True
+        while batch := cuts[start : start + _BATCH_PIECES]:
+            if is_kept:
+                batch = _within(self._options.kept_bytes, batch)
+            new: dict[BlockId, tuple[Cut, memoryview | None]] = {}
+            for cut, (id, raw) in zip(
+                batch, workers.map(partial(self._hash, is_kept=is_kept), batch), strict=True
+            ):
+                ids.append(id)
+                if id in begun or id in new:
+                    self._buffers.give(raw)
+                else:
+                    new[id] = cut, raw
+            for id in self._upload.claim(list(new)):
+                self._buffers.give(new.pop(id)[1])
+            bases = self._claimed_bases({id: cut for id, (cut, _) in new.items()})
+            logical_bytes = sum(cut.piece.raw_bytes for cut in batch)
+            new_bytes = sum(cut.piece.raw_bytes for cut, _ in new.values())
             self._count(logical_bytes=logical_bytes, new_bytes=new_bytes)
-            self._count(blocks=len(cuts), blocks_new=len(new))
+            self._count(blocks=len(batch), blocks_new=len(new))
             self._progress(logical_bytes - new_bytes)
-            stop = threading.Event()
-            lanes = [
-                partial(self._write_group, group, bases, workers, stop)
-                for group in plan_packs(new, self._options)
-            ]
-            run_together(self._options.lanes, "weightyard-write", lanes, stop)
-        return ids
+            for id, (cut, raw) in new.items():
+                yield NewBlock(id, cut, raw, cut.base if cut.base in bases else None)
+            begun |= new.keys()
+            start += len(batch)
+            is_kept = bool(new)
 
-    def _claimed_bases(self, blocks: Sequence[PlannedBlock]) -> Set[BlockId]:
+    def _hash(self, cut: Cut, is_kept: bool) -> tuple[BlockId, memoryview | None]:
+        """The name of a block, and its bytes if they are to be kept.
+
+        These are a copy even of what is in memory: training may go on meanwhile, and a tensor that
+        changed after it was hashed would be stored under another block's name.
+        """
+        is_kept |= cut.into is not None
+        view = None if is_kept else piece_view(cut.piece, cut.sources)
+        raw = cut.read(self._buffers) if view is None else view
+        id = block_id(raw)
+        if is_kept:
+            return id, raw
+        self._buffers.give(raw)
+        return id, None
+
+    def _claimed_bases(self, new: Mapping[BlockId, Cut]) -> Set[BlockId]:
         """The bases that may be used: held by the upload, and standalone. Deltas have depth 1."""
         if self._options.delta == "off" or self._bases is None:
             return frozenset()
-        wanted = {block.cut.base for block in blocks} - {None, *(block.id for block in blocks)}
+        wanted = {cut.base for cut in new.values()} - {None, *new}
         claimed = self._upload.claim([base for base in wanted if base is not None])
         return {
             base
@@ -202,48 +281,14 @@ class Writer:
             if any(placement.encoding.base is None for placement in placements)
         }
 
-    def _write_group(
-        self,
-        group: Sequence[PlannedBlock],
-        bases: Set[BlockId],
-        workers: ThreadPoolExecutor,
-        stop: threading.Event,
-    ) -> None:
-        """One pack; another one for what does not fit because it shrank less than planned."""
-        encoded = self._encoded(group, bases, workers)
-        block = next(encoded, None)
-        while block is not None and not stop.is_set():
-            pack = PackBuilder(PackId.new(), self._options.pack_bytes)
-            self._upload.begin_pack(pack.pack)
-            name = layout.staging(self._upload.id, pack.pack.hex)
-            with self._store.stage(name, self._file_options()) as stage:
-                stage.write(PACK_HEADER)
-                while block is not None and not stop.is_set() and pack.fits(block.encoding):
-                    pack.add(block.encoding)
-                    _write_block(stage, block)
-                    block = next(encoded, None)
-                if stop.is_set():
-                    return
-                stage.write(pack.finish())
-                self._store.publish(stage.close(), layout.pack(pack.pack))
-            options = self._options
-            path = layout.pack(pack.pack)
-            require_replicas(self._store, path, options.min_replicas, options.replicas_timeout_s)
-            self._upload.add_pack(pack.pack, pack.pack_bytes, pack.placements)
-            self._count(stored_bytes=pack.pack_bytes, packs_written=1)
-
     def _encoded(
-        self,
-        group: Sequence[PlannedBlock],
-        bases: Set[BlockId],
-        workers: ThreadPoolExecutor,
-    ) -> Iterator[codec.Encoded]:
-        """The blocks of a group encoded, in order, a few of them ahead of need."""
-        ahead: deque[Future[list[codec.Encoded]]] = deque()
+        self, blocks: Iterable[NewBlock], workers: ThreadPoolExecutor
+    ) -> Iterator[ReadyBlock]:
+        """The blocks encoded, in order, a few of them ahead of need."""
+        ahead: deque[Future[list[ReadyBlock]]] = deque()
         try:
-            for block in group:
-                base = block.cut.base if block.cut.base in bases else None
-                ahead.append(workers.submit(self._encode, block, base))
+            for block in blocks:
+                ahead.append(workers.submit(self._encode, block))
                 if len(ahead) > self._options.threads:
                     yield from ahead.popleft().result()
             while ahead:
@@ -252,26 +297,103 @@ class Writer:
             for waiting in ahead:
                 waiting.cancel()
 
-    def _encode(self, block: PlannedBlock, base: BlockId | None) -> list[codec.Encoded]:
+    def _encode(self, block: NewBlock) -> list[ReadyBlock]:
         """The block whole, as a delta, or both; proved to come back before anyone relies on it."""
-        raw = block.cut.read()
+        raw = self._read_again(block) if block.raw is None else block.raw
         hint = block.cut.piece.codec if self._options.compress else Codec.RAW
-        whole = codec.encode(raw, hint=hint, block=block.id)
+        delta = None if block.base is None else self._delta(block.id, block.base, raw, hint)
+        self._progress(raw.nbytes)
+        if delta is not None and self._options.delta == "only":
+            self._buffers.give(raw)
+            return [ReadyBlock(delta)]
+        room = self._buffers.take(0 if hint is Codec.RAW else codec.room_for(raw.nbytes, hint))
+        whole = codec.encode(raw, hint=hint, block=block.id, into=room)
         codec.prove(whole, raw)
-        self._progress(whole.encoding.raw_bytes)
-        if base is None or self._bases is None:
-            return [whole]
-        base_raw = np.empty(raw.nbytes, np.uint8).data
-        self._bases.read([Wanted(base, 0, base_raw)])
-        delta = codec.encode_delta(raw, base_raw, base, hint=hint, block=block.id)
-        if not codec.worth_a_delta(delta, whole):
-            return [whole]
-        codec.prove(delta, raw, base=base_raw)
-        return [delta] if self._options.delta == "only" else [whole, delta]
+        self._count(whole_bytes=whole.stored_bytes)
+        used, unused = (raw, room) if whole.encoding.codec is Codec.RAW else (room, raw)
+        self._buffers.give(unused)
+        return [ReadyBlock(whole, used), *([ReadyBlock(delta)] if delta is not None else [])]
 
+    def _delta(
+        self, block: BlockId, base: BlockId, raw: memoryview, hint: Codec
+    ) -> codec.Encoded | None:
+        """The block as a delta, proved, if that is worth it."""
+        if self._bases is None:
+            return None
+        base_raw = self._buffers.take(raw.nbytes)
+        try:
+            self._bases.read([Wanted(base, 0, base_raw)])
+            # Estimates: encoding both ways to keep one costs a training as much again.
+            whole_bytes = codec.estimate(raw, hint=hint)
+            if not codec.worth_a_delta(codec.estimate(raw, hint=hint, base=base_raw), whole_bytes):
+                return None
+            delta = codec.encode_delta(raw, base_raw, base, hint=hint, block=block)
+            if not codec.worth_a_delta(delta.stored_bytes, whole_bytes):
+                return None
+            codec.prove(delta, raw, base=base_raw)
+        finally:
+            self._buffers.give(base_raw)
+        if self._options.delta == "only":
+            self._count(whole_bytes=whole_bytes)
+        return delta
+
+    def _read_again(self, block: NewBlock) -> memoryview:
+        """Raises Conflict if it is not what was hashed."""
+        raw = block.cut.read(self._buffers)
+        if block_id(raw) != block.id:
+            raise Conflict(f"block {block.id} changed while it was read: push it again")
+        return raw
+
+    def _filled(
+        self, blocks: Iterable[ReadyBlock], stop: threading.Event
+    ) -> Iterator[Callable[[], None]]:
+        """The writing of each pack, to be begun while its blocks still come."""
+        pack: PackInWork | None = None
+        for block in blocks:
+            if stop.is_set():
+                return
+            if pack is not None and pack.fits(block):
+                pack.add(block)
+                continue
+            if pack is not None:
+                pack.end()
+            pack = PackInWork(self._options.pack_bytes, stop)
+            pack.add(block)
+            yield partial(self._write_pack, pack, stop)
+        if pack is not None:
+            pack.end()
+
+    def _write_pack(self, pack: PackInWork, stop: threading.Event) -> None:
+        id = pack.layout.pack
+        path = layout.pack(id)
+        buffers = []
+        self._upload.begin_pack(id)
+        with self._store.stage(
+            layout.staging(self._upload.id, id.hex), self._file_options
+        ) as stage:
+            stage.write(PACK_HEADER)
+            for block in pack:
+                _write_block(stage, block.encoded)
+                buffers.append(block.buffer)
+            if stop.is_set():
+                return
+            stage.write(pack.layout.finish())
+            staged = stage.close()
+            self._store.publish(staged, path)
+        for buffer in buffers:
+            self._buffers.give(buffer)
+        options = self._options
+        if not was_counted(staged, options.min_replicas):
+            require_replicas(self._store, path, options.min_replicas, options.replicas_timeout_s)
+        self._upload.add_pack(id, pack.layout.pack_bytes, pack.layout.placements)
+        self._count(stored_bytes=pack.layout.pack_bytes, packs_written=1)
+
+    @property
     def _file_options(self) -> FileOptions:
         options = self._options
-        return FileOptions(options.replication, options.pack_bytes, options.policy)
+        return FileOptions(
+            options.replication, options.pack_bytes, options.policy, counts_replicas=True
+        )
 
     def _count(self, **more: int) -> None:
         with self._lock:
@@ -279,6 +401,12 @@ class Writer:
             for name, amount in more.items():
                 counts[name] += amount
             self._report = WriteReport(**counts)
+
+
+def _within(limit_bytes: int, cuts: Sequence[Cut]) -> Sequence[Cut]:
+    """The first ones, at least one, that are together no longer."""
+    ends = accumulate(cut.piece.raw_bytes for cut in cuts)
+    return cuts[: max(1, sum(end <= limit_bytes for end in ends))]
 
 
 def _write_block(stage: Stage, block: codec.Encoded) -> None:

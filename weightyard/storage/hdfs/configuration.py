@@ -199,7 +199,10 @@ def _namenode_urls(authority: str, configuration: Configuration) -> tuple[str, .
     else:
         suffixes = []
     if suffixes:
-        rpc = [configuration.get(f"dfs.namenode.rpc-address{suffix}") for suffix in suffixes]
+        keys = [f"dfs.namenode.rpc-address{suffix}" for suffix in suffixes]
+        rpc = [configuration.get(key) for key in keys]
+        if None in rpc:
+            raise BadSetting(f"Hadoop's configuration does not say {keys[rpc.index(None)]}")
         return tuple(address(*pair) for pair in zip(suffixes, map(str, rpc), strict=True))
     # The files may be about another cluster than the one the URL names.
     default = urlsplit(configuration.get("fs.defaultFS") or "").netloc

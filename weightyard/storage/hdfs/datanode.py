@@ -15,11 +15,19 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from weightyard.errors import DataNodeFailed, StaleLocation, TooLarge, Unsupported
+from weightyard.errors import (
+    DataNodeFailed,
+    StaleLocation,
+    StoreUnavailable,
+    TooLarge,
+    Unsupported,
+)
 from weightyard.storage.cancel import Cancel, ended_by
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs import wire
+from weightyard.storage.hdfs.watched import Watched
 from weightyard.storage.hdfs.wire import BlockAccess, Malformed, Status
 from weightyard.storage.store import Read, Replica, Span
 
@@ -34,6 +42,8 @@ _MOST_IDLE = 64
 _RECEIVE_BUFFER_BYTES = 4 * 1024 * 1024
 _TICK_S = 0.25  # How often a silent socket is looked at.
 _MOST_VIEWS = 512  # The kernel takes 1024 at a time.
+_Address = tuple[Any, Any, int, str, Any]
+"""As getaddrinfo gives them: family, kind, protocol, name, where."""
 _STALE_SIGNS = ("ReplicaNotFoundException", "gen stamp <")
 
 
@@ -51,7 +61,8 @@ class Run:
 class DataNodeReader:
     """Reads from DataNodes and keeps their connections for the next read. Thread-safe.
 
-    No threads inside: each call uses its caller's. `connects` counts the connections opened.
+    Each call uses its caller's thread; only names are looked up in others. `connects` counts the
+    connections opened.
     """
 
     def __init__(self, client: str, *, stall_s: float = STALL_S) -> None:
@@ -61,6 +72,7 @@ class DataNodeReader:
         self._idle: deque[_Connection] = deque()  # the longest idle first
         self._lock = threading.Lock()
         self._rubbish = memoryview(bytearray(GAP_BYTES))
+        self._lookups = Watched()
 
     def read(self, replica: Replica, span: Span, reads: Sequence[Read], deadline: Deadline) -> None:
         """Fill every buffer from one replica of one span.
@@ -78,6 +90,7 @@ class DataNodeReader:
             ended, self._idle = self._idle, deque()
         for connection in ended:
             connection.close()
+        self._lookups.close()
 
     def _read_run(self, datanode: str, block: BlockAccess, run: Run, deadline: Deadline) -> None:
         connection = self._reuse(datanode)
@@ -112,10 +125,24 @@ class DataNodeReader:
             self._keep(connection)
 
     def _connect(self, datanode: str, deadline: Deadline) -> _Connection:
-        limit_s = deadline.left_at_most(self._stall_s, f"connecting to DataNode {datanode}")
+        doing = f"connecting to DataNode {datanode}"
+        addresses = self._look_up(datanode, deadline.left_at_most(self._stall_s, doing))
+        limit_s = deadline.left_at_most(self._stall_s, doing)
         with self._lock:
             self.connects += 1
-        return _Connection(datanode, limit_s, self._stall_s, deadline.cancel)
+        return _Connection(datanode, addresses, limit_s, self._stall_s, deadline.cancel)
+
+    def _look_up(self, datanode: str, limit_s: float) -> Sequence[_Address]:
+        host, _, port = datanode.rpartition(":")
+        try:
+            ask = partial(socket.getaddrinfo, host.strip("[]"), int(port), type=socket.SOCK_STREAM)
+            try:
+                return ask(flags=socket.AI_NUMERICHOST)  # asks nobody
+            except socket.gaierror:
+                # A name server that is silent would hold the caller for half a minute.
+                return self._lookups.call("looking up its name", limit_s, ask)
+        except (OSError, ValueError, StoreUnavailable) as why:
+            raise DataNodeFailed(datanode, f"cannot connect: {why}") from why
 
     def _reuse(self, datanode: str) -> _Connection | None:
         with self._lock:
@@ -182,17 +209,21 @@ class _Connection:
     """
 
     def __init__(
-        self, datanode: str, connect_s: float, stall_s: float, cancel: Cancel | None = None
+        self,
+        datanode: str,
+        addresses: Sequence[_Address],
+        connect_s: float,
+        stall_s: float,
+        cancel: Cancel | None = None,
     ) -> None:
         self.datanode = datanode
         self.idle_since = 0.0
         self._doing = f"reading from DataNode {datanode}"
         self._stall_s = stall_s
         self._progress_at = 0.0
-        host, _, port = datanode.rpartition(":")
         try:
-            self._socket = _connected(host.strip("[]"), int(port), connect_s, cancel)
-        except (OSError, ValueError) as why:
+            self._socket = _connected(datanode, addresses, connect_s, cancel)
+        except OSError as why:
             raise DataNodeFailed(datanode, f"cannot connect: {why}") from why
 
     def close(self) -> None:
@@ -313,12 +344,13 @@ def _shut_down(opened: socket.socket) -> None:
         opened.shutdown(socket.SHUT_RDWR)
 
 
-def _connected(host: str, port: int, limit_s: float, cancel: Cancel | None) -> socket.socket:
+def _connected(
+    datanode: str, addresses: Sequence[_Address], limit_s: float, cancel: Cancel | None
+) -> socket.socket:
     """A blocking socket with the options that make reads fast."""
-    failed: OSError = OSError(f"{host} has no address")
-    for family, kind, protocol, _, address in socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM
-    ):
+    doing = f"connecting to {datanode}"
+    failed: OSError = OSError("it has no address")
+    for family, kind, protocol, _, address in addresses:
         opened = socket.socket(family, kind, protocol)
         try:
             # Without it every request waits 40 ms for the acknowledgement of the one before.
@@ -326,7 +358,7 @@ def _connected(host: str, port: int, limit_s: float, cancel: Cancel | None) -> s
             if _is_large_buffer_granted():
                 opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
             opened.settimeout(limit_s)
-            with ended_by(cancel, partial(_shut_down, opened), f"connecting to {host}:{port}"):
+            with ended_by(cancel, partial(_shut_down, opened), doing):
                 opened.connect(address)
             opened.settimeout(None)
             tick = struct.pack("@ll", int(_TICK_S), int(_TICK_S % 1 * 1e6))
@@ -334,7 +366,7 @@ def _connected(host: str, port: int, limit_s: float, cancel: Cancel | None) -> s
         except BaseException as why:
             opened.close()
             if cancel is not None:
-                cancel.check(f"connecting to {host}:{port}")
+                cancel.check(doing)
             if not isinstance(why, OSError):
                 raise
             failed = why

@@ -14,6 +14,8 @@ from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
 
+from urllib3.exceptions import HTTPError
+
 from weightyard.errors import (
     BadSetting,
     FileMissing,
@@ -118,7 +120,10 @@ class WebHdfsReads:
         with closing(answer):
             redirect = answer.headers.get("Location")
             if redirect is None:
-                return _fill(answer.raw, wanted.into, doing, deadline)
+                try:
+                    return _fill(answer.raw, wanted.into, doing, deadline)
+                except (OSError, HTTPError) as why:
+                    raise StoreUnavailable(f"{doing}: {why!r}") from None
         url = urlsplit(redirect)
         limit_s = deadline.left_at_most(_SOCKET_S, doing)
         connection = (
@@ -134,12 +139,13 @@ class WebHdfsReads:
         with closing(connection):
             try:
                 connection.request("GET", f"{url.path}?{url.query}")
-                response = connection.getresponse()
-                if response.status == http.HTTPStatus.NOT_FOUND:
-                    raise FileMissing(f"{location.path} is not there")
-                if response.status != http.HTTPStatus.OK:
-                    raise StoreUnavailable(f"{doing}: {url.netloc} answered {response.status}")
-                _fill(response, wanted.into, doing, deadline)
+                # DataNodes end the connection with the answer: then only the answer has the socket.
+                with closing(connection.getresponse()) as response:
+                    if response.status == http.HTTPStatus.NOT_FOUND:
+                        raise FileMissing(f"{location.path} is not there")
+                    if response.status != http.HTTPStatus.OK:
+                        raise StoreUnavailable(f"{doing}: {url.netloc} answered {response.status}")
+                    _fill(response, wanted.into, doing, deadline)
             except (OSError, http.client.HTTPException) as why:
                 raise StoreUnavailable(f"{doing}: {url.netloc}: {why!r}") from None
 

@@ -23,7 +23,8 @@ MAX_LOCATED_BYTES = 64 * 1024 * 1024
 
 _Length = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[!-~]*$")]
-_Address = Annotated[str, msgspec.Meta(max_length=512, pattern=r"^[!-~]+:[0-9]{1,5}$")]
+_Address = Annotated[str, msgspec.Meta(max_length=512, pattern=r"^([!-~]+:[0-9]{1,5}|localhost)$")]
+"""`localhost` is what a folder says of itself, where ranks tell each other of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ def from_json(text: bytes, *, uses_hostname: bool = False) -> Located:
     try:
         answer = msgspec.json.decode(text, type=_Answer)
         found = [_location(file, uses_hostname) for file in answer.files]
-    except (msgspec.DecodeError, UnicodeDecodeError, InvalidName, Malformed) as why:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, InvalidName, Malformed) as why:
         raise RegistryUnavailable(f"locations from the service: {why}") from None
     return Located(answer.stamp, {location.path: location for location in found})
 

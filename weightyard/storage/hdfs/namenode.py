@@ -65,6 +65,22 @@ class NameNode:
         self._lock = threading.Lock()
 
     def locate(self, path: StorePath, deadline: Deadline) -> Location:
+        located = self.spread(path, deadline)
+        if not any(span.access for span in located.spans):  # no DataNode can be asked for its bytes
+            return located
+        # The bytes on a DataNode are ciphertext inside an encryption zone, and only the status
+        # tells. A zone is made of an empty folder, so what holds a file keeps its answer.
+        folder = self._cluster.at(path).rpartition("/")[0] or "/"
+        if self._is_encrypted(folder, path, deadline):
+            return Location(
+                path,
+                located.length,
+                tuple(Span(one.offset, one.length, one.replicas) for one in located.spans),
+            )
+        return located
+
+    def spread(self, path: StorePath, deadline: Deadline) -> Location:
+        """Where a file lies, in one call: its bytes there may be ciphertext. Raises as `locate`."""
         file = self._cluster.at(path)
         try:
             with _translated(path):
@@ -74,25 +90,19 @@ class NameNode:
         except Unsupported:  # a gateway older than Hadoop 3.4 does not know locations
             length = self._status(file, path, deadline).length
             return Location(path, length, (Span(0, length, ()),) if length else ())
-        located = parse_locations(raw, path, self._cluster.uses_datanode_hostname, now_s)
-        # The bytes on a DataNode are ciphertext inside an encryption zone, and only the status
-        # tells. A zone is made of an empty folder, so what holds a file keeps its answer.
-        if self._is_encrypted(file.rpartition("/")[0] or "/", path, deadline):
-            return Location(
-                path,
-                located.length,
-                tuple(Span(one.offset, one.length, one.replicas) for one in located.spans),
-            )
-        return located
+        return parse_locations(raw, path, self._cluster.uses_datanode_hostname, now_s)
 
-    def set_policy(self, path: StorePath, policy: str) -> None:
+    def set_policy(self, path: StorePath, policy: str, *, is_empty: bool = False) -> None:
         """Set a file's or folder's storage policy; existing blocks move in HDFS's own time.
 
+        `is_empty`: a file that has no blocks yet, so that there is nothing to move.
         Raises FileMissing, Unsupported (no such policy).
         """
         file = self._cluster.at(path)
         with _translated(path):
             self._client.set_policy(file, storagepolicy=policy)
+        if is_empty:
+            return
         try:
             with _translated(path):
                 self._client.satisfy_policy(file)
@@ -292,7 +302,10 @@ def _client(cluster: Cluster) -> Any:
     try:
         from hdfs.ext.kerberos import KerberosClient
     except ImportError:
-        raise BadSetting("this cluster uses Kerberos: install weightyard[kerberos]") from None
+        raise BadSetting(
+            "this cluster uses Kerberos: install weightyard[kerberos], for which the headers of "
+            "MIT's Kerberos are needed (libkrb5-dev or krb5-devel)"
+        ) from None
     kind: type[Client] = type("_KerberosClient", (_Operations, KerberosClient), {})
     return kind(urls, **options)
 

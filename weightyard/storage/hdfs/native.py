@@ -63,6 +63,7 @@ class Namespace:
         self._attempt = 0
         self._client = self._connect()
         self._known: set[str] = set()
+        self._making: dict[str, threading.Event] = {}
 
     def status(self, path: str) -> FileStatus:
         return self.call(f"looking at {path}", lambda client: client.get_file_info(path))
@@ -86,17 +87,36 @@ class Namespace:
         """Make a folder and those above it that are missing, each with this very mode."""
         if folder in self._known or not folder:
             return
-        try:
-            is_there = self.status(folder).isdir
-        except FileMissing:
-            is_there = False
-        if not is_there:
-            self.make_folder(folder.rpartition("/")[0], mode)
-            self.call(f"making {folder}", lambda client: client.mkdirs(folder, mode, False))
+
         with self._lock:
-            if len(self._known) >= _MAX_KNOWN_FOLDERS:
-                self._known.clear()
-            self._known.add(folder)
+            others = self._making.get(folder)
+            mine = self._making.setdefault(folder, threading.Event())
+        if others is not None:  # of an upload's first files several are begun at once
+            others.wait(self._answer_s)
+            if folder in self._known:
+                return
+
+        def make() -> None:
+            # Does nothing to a folder that is there: whether it is need not be asked.
+            self.call(f"making {folder}", lambda client: client.mkdirs(folder, mode, False))
+
+        try:
+            try:
+                make()
+            except FileMissing:
+                above = folder.rpartition("/")[0]
+                self.forget(above)
+                self.make_folder(above, mode)
+                make()
+            with self._lock:
+                if len(self._known) >= _MAX_KNOWN_FOLDERS:
+                    self._known.clear()
+                self._known.add(folder)
+        finally:
+            with self._lock:
+                if self._making.get(folder) is mine:
+                    del self._making[folder]
+            mine.set()
 
     def own(self, folder: str, ownership: Ownership) -> None:
         """Give a folder its mode, owner and group; asks for nothing that is so already."""
@@ -147,6 +167,7 @@ class Namespace:
             create_parent=False,
         )
         doing = f"creating {path}"
+        self.make_folder(path.rpartition("/")[0], folder_mode)  # of a new upload it is not there
         writer = self._in_folder(
             path,
             folder_mode,
@@ -190,19 +211,17 @@ class Namespace:
         self._watched.close()
 
     def _in_folder(self, path: str, mode: int, act: Callable[[], _T]) -> _T:
-        """Do what needs a path's folder; make it, and again if someone removed it meanwhile."""
-        folder = path.rpartition("/")[0]
-        self.make_folder(folder, mode)
+        """Do what needs a path's folder; if there is none, make it, and do it then.
+
+        Asking first would be a call for each file, and in a yard that is not new folders are there.
+        """
         try:
             return act()
         except FileMissing:
+            folder = path.rpartition("/")[0]
             self.forget(folder)
-            try:
-                self.status(folder)
-            except FileMissing:
-                self.make_folder(folder, mode)
-                return act()
-            raise
+            self.make_folder(folder, mode)
+            return act()
 
     def _connect(self) -> Client:
         properties = {**self._cluster.properties, **_HASTE}
@@ -246,11 +265,16 @@ class Writing:
             self._namespace.watch(f"writing {self._path}", self._limit_s, write)
             self._written += len(piece)
 
-    def close(self) -> int:
-        """Close the file, and see that the NameNode has its length; return that."""
+    def close(self, length_told: Callable[[], int | None] = lambda: None) -> int:
+        """Close the file, and see that the NameNode has its length; return that.
+
+        `length_told`: who to ask for it, instead of a call just for this; None: does not know.
+        """
         writer = self._open()
         self._namespace.watch(f"closing {self._path}", self._limit_s, writer.close)
-        length = self._namespace.status(self._path).length
+        length = length_told()
+        if length is None:
+            length = self._namespace.status(self._path).length
         if length != self._written:
             raise StoreUnavailable(f"{self._path}: wrote {self._written}, has {length} bytes")
         self._writer = None

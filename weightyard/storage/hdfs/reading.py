@@ -39,8 +39,9 @@ class Reading:
     """Reads by the ways given. Thread-safe.
 
     Whether direct reads work is found out at the first one: a byte is asked of the replicas until
-    one serves it. From then on a DataNode that fails is a DataNode that failed. If none serves,
-    and another way does, that one is used, and direct reads are tried again after a minute.
+    one serves it. From then on a DataNode that fails is a DataNode that failed, until all that have
+    a block did. If none serves, and another way does, that one is used, and direct reads are tried
+    again: after a minute if there was none yet.
     """
 
     def __init__(
@@ -65,7 +66,15 @@ class Reading:
     ) -> Served:
         pieces = list(split(location, reads))
         if self._direct is not None and self._can_be_direct(pieces, replica, deadline):
-            return _read_directly(self._direct, location, pieces, replica, deadline)
+            try:
+                return _read_directly(self._direct, location, pieces, replica, deadline)
+            except DataNodeFailed as why:
+                if replica is not None or not self._fallbacks:
+                    raise
+                try:
+                    return self._read_otherwise(location, reads, deadline)
+                except YardError:
+                    raise why from None
         return self._read_otherwise(location, reads, deadline)
 
     def close(self) -> None:

@@ -48,6 +48,9 @@ _log = Log(__name__)
 READ_PATHS = (ReadPath.DIRECT, ReadPath.LIBHDFS, ReadPath.NATIVE, ReadPath.WEBHDFS)
 """The ways bytes can come, best first."""
 
+CHECKED_PATHS = READ_PATHS[1:]
+"""Those on which HDFS's own checksums are looked at: a direct read leaves that to the reader."""
+
 
 class HdfsStore(Store):
     """Files below one folder of HDFS. Tries nothing twice: wrap it in a RetryingStore.
@@ -74,6 +77,8 @@ class HdfsStore(Store):
         self._namespace_used: Namespace | None = None
         self._locator = locator
         self._reading = self._reading_by(read_paths)
+        careful = [path for path in read_paths if path in CHECKED_PATHS]
+        self._careful = self._reading_by(careful) if careful else self._reading
         self._mode: int | None = None
         if locator is None:
             _ = self._namenode, self._namespace  # what is wrong with the settings shows here
@@ -90,11 +95,12 @@ class HdfsStore(Store):
         writing = self._namespace.create(
             self._cluster.at(path), self._folder_mode(), options.replication, options.planned_bytes
         )
-        stage = _HdfsStage(path, writing)
+        is_counted = options.counts_replicas and self._locator is None
+        stage = _HdfsStage(path, writing, self._spread if is_counted else None)
         if options.policy is not None:
             # Blocks are placed by the policy at the time they are allocated: before the first byte.
             try:
-                self._namenode.set_policy(path, options.policy)
+                self._namenode.set_policy(path, options.policy, is_empty=True)
             except BaseException:
                 stage.abort()
                 raise
@@ -133,7 +139,9 @@ class HdfsStore(Store):
         timeout_s: float | None = None,
         cancel: Cancel | None = None,
     ) -> Served:
-        return self._reading.read(location, reads, replica, self._deadline(timeout_s, cancel))
+        is_checked_by_reader = replica is not None or layout.has_checksums(location.path)
+        reading = self._reading if is_checked_by_reader else self._careful
+        return reading.read(location, reads, replica, self._deadline(timeout_s, cancel))
 
     def delete(self, path: StorePath) -> bool:
         return self._namespace.delete(self._cluster.at(path))
@@ -163,6 +171,7 @@ class HdfsStore(Store):
 
     def close(self) -> None:
         self._reading.close()
+        self._careful.close()
         if self._namenode_used is not None:
             self._namenode_used.close()
         if self._namespace_used is not None:
@@ -213,6 +222,10 @@ class HdfsStore(Store):
             return Reading(None, fallbacks, why_not)
         return Reading(DataNodeReader(f"weightyard-{secrets.token_hex(4)}"), fallbacks)
 
+    def _spread(self, path: StorePath) -> Location:
+        """Where a file lies, for who counts: whether its bytes can be read there is not asked."""
+        return self._namenode.spread(path, self._deadline(None))
+
     def _folder_mode(self) -> int:
         if self._mode is None:
             self._mode = self._namespace.status(self._root).permission & 0o777
@@ -224,18 +237,34 @@ class HdfsStore(Store):
 
 
 class _HdfsStage(Stage):
-    def __init__(self, path: StorePath, writing: Writing) -> None:
+    def __init__(
+        self, path: StorePath, writing: Writing, spread: Callable[[StorePath], Location] | None
+    ) -> None:
         self._path = path
         self._writing = writing
+        self._spread = spread
+        self._replicas: int | None = None
 
     def write(self, data: Buffer) -> None:
         self._writing.write(data)
 
     def close(self) -> StagedFile:
-        return StagedFile(self._path, self._writing.close())
+        return StagedFile(self._path, self._writing.close(self._counted), self._replicas)
 
     def abort(self) -> None:
         self._writing.abort()
+
+    def _counted(self) -> int | None:
+        """The file's length, from the answer that also tells its replicas; None: not by this."""
+        if self._spread is None:
+            return None
+        try:
+            found = self._spread(self._path)
+        except YardError as why:  # the file is closed: this is no reason to write it again
+            _log.warning("store.not_counted", file=self._path, reason=why)
+            return None
+        self._replicas = min((len(span.replicas) for span in found.spans), default=None)
+        return found.length
 
 
 def _stat(path: StorePath, status: FileStatus) -> FileStat:

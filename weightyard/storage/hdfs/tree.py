@@ -10,7 +10,7 @@ from functools import partial
 from weightyard.errors import Conflict, FileMissing, NoSuchThing, StaleLocation
 from weightyard.names import FilePath
 from weightyard.settings import Settings
-from weightyard.storage.hdfs.store import READ_PATHS, HdfsStore
+from weightyard.storage.hdfs.store import CHECKED_PATHS, HdfsStore
 from weightyard.storage.retry import Retry
 from weightyard.storage.store import Location, Read, ReadPath, StorePath
 
@@ -34,14 +34,18 @@ class _Found(StorePath):
 
 
 class HdfsTree:
-    """Files below a folder of HDFS, or the one file. Thread-safe; reads as HdfsStore does."""
+    """Files below a folder of HDFS, or the one file. Thread-safe.
+
+    They carry no checksums of their own, so HDFS's are looked at: a wrong byte that came in here
+    would be what the model is from then on.
+    """
 
     def __init__(
         self,
         url: str,
         settings: Settings | None = None,
         *,
-        read_paths: Sequence[ReadPath] = READ_PATHS,
+        read_paths: Sequence[ReadPath] = CHECKED_PATHS,
     ) -> None:
         settings = settings or Settings()
         self._url = url.rstrip("/")

@@ -18,9 +18,9 @@ _Job = tuple[Callable[[], Any], "Future[Any]"]
 class Watched:
     """Runs calls in threads of its own and gives up on those that take too long.
 
-    A call given up on keeps its thread until it returns, and takes one of `most` places; when
-    none is free, callers wait, no longer than they would for an answer. The threads do not keep
-    the process alive, as those of an executor would.
+    There are as many threads as there were calls at once, and never more than `most`. A call given
+    up on keeps its thread until it returns; when none is free, callers wait, no longer than they
+    would for an answer. The threads do not keep the process alive, as those of an executor would.
     """
 
     def __init__(self, most: int = 32) -> None:
@@ -58,15 +58,28 @@ class Watched:
             inbox.put(None)
 
     def _work(self, inbox: SimpleQueue[_Job | None]) -> None:
-        while (job := inbox.get()) is not None:
+        is_kept = True
+        while is_kept and (job := inbox.get()) is not None:
             function, outcome = job
+            answer: Any = None
+            failed: BaseException | None = None
             try:
-                outcome.set_result(function())
+                answer = function()
             except BaseException as why:  # noqa: BLE001  a Rust panic too is the caller's to see
-                outcome.set_exception(why)
-            del job, function, outcome
-            self._places.release()
-            with self._lock:
-                if self._is_closed:
-                    return
+                failed = why
+            # Idle before the answer is given: whoever calls again with it finds this thread.
+            is_kept = self._rest(inbox)
+            if failed is None:
+                outcome.set_result(answer)
+            else:
+                outcome.set_exception(failed)
+            del job, function, outcome, answer, failed
+
+    def _rest(self, inbox: SimpleQueue[_Job | None]) -> bool:
+        """A thread has nothing to do. Returns whether it will have: not once this is closed."""
+        with self._lock:
+            is_kept = not self._is_closed
+            if is_kept:
                 self._idle.append(inbox)
+        self._places.release()
+        return is_kept

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import subprocess
 import tempfile
 import time
@@ -32,6 +33,8 @@ kdc.port=0
 transport=TCP
 debug=false
 """
+_SECRET = "secret"
+"""A file; by its content daemons know cookies for their own that say who logged in."""
 _START_TIMEOUT_S = 60.0
 
 
@@ -78,6 +81,18 @@ class Kdc:
             "ignore.secure.ports.for.testing": "true",
         }
 
+    @property
+    def web_properties(self) -> Properties:
+        """What makes WebHDFS ask for tickets, too; it is known to them as `localhost`."""
+        return {
+            "hadoop.http.authentication.type": "kerberos",
+            "hadoop.http.authentication.kerberos.principal": f"{_WEB}@{_REALM}",
+            "hadoop.http.authentication.kerberos.keytab": str(self.keytab),
+            "hadoop.http.authentication.signature.secret.file": str(self.folder / _SECRET),
+            # By which the cluster's own handles see how its daemons are.
+            "hadoop.http.authentication.kerberos.endpoint.whitelist": "/jmx",
+        }
+
 
 @contextmanager
 def running_kdc() -> Iterator[Kdc]:
@@ -94,6 +109,7 @@ def running_kdc() -> Iterator[Kdc]:
     told, log = kdc.folder / "settings", kdc.folder / "log"
     with closing(Leash(kdc.folder)) as leash:
         told.write_text(_SETTINGS)
+        (kdc.folder / _SECRET).write_text(secrets.token_hex(32))
         command = java.command(
             "org.apache.hadoop.minikdc.MiniKdc",
             kdc.folder / "conf",

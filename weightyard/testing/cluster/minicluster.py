@@ -9,10 +9,10 @@ from contextlib import ExitStack, closing
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 from urllib.parse import urlsplit
 
+from weightyard.closing import Closing
 from weightyard.errors import ClusterFailed
 from weightyard.settings import Settings
 from weightyard.testing.cluster import replicas, startup
@@ -41,7 +41,7 @@ from weightyard.testing.cluster.shared_classes import ArchiveInTheMaking, listin
 _SETTLED_S = 5.0
 
 
-class MiniCluster:
+class MiniCluster(Closing):
     """Real Hadoop daemons, one JVM each, on loopback and without root.
 
     Use it as a context manager. The daemons and their data are gone when it is left, and also
@@ -106,12 +106,7 @@ class MiniCluster:
             self._open = opened.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def close(self) -> None:
         self._open.close()
 
     @property

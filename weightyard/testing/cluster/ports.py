@@ -30,7 +30,7 @@ class PortBlock:
     def reserve(cls) -> Self:
         """Claim ports that are free on every address a daemon may listen on."""
         firsts = list(range(FIRST, LAST - BLOCK, BLOCK))
-        random.shuffle(firsts)
+        random.Random().shuffle(firsts)
         for first in firsts:
             claim = socket.socket(socket.AF_UNIX)
             try:

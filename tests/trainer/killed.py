@@ -1,0 +1,169 @@
+"""A training job that is killed at a point of a save; also a program for torchrun."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from hashlib import blake2s
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from ending import end_with_parent
+from trainer_world import Outcome, World, attempt
+from training import Trained, train
+
+from weightyard.testing.faults import FaultyStore
+from weightyard.trainer.run import TrainRun
+from weightyard.trainer.staging import Staging
+from weightyard.yard import Yard
+
+UNTIL = 10
+INTERVAL = 3
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Whom to kill, and when."""
+
+    point: str
+    """`staging`: half the state is copied. `writing`: a pack is begun. `upload`: it is written, but
+    not published. `finished`: this rank has written everything. `commit`: before it; `committed`:
+    after it."""
+    rank: int
+    step: int = 2 * INTERVAL
+    pid: int | None = None
+    """Another process, instead of the rank itself."""
+
+    def strike(self) -> None:
+        os.kill(self.pid or os.getpid(), signal.SIGKILL)
+
+
+class Killing:
+    """Watches a rank's calls, and kills at the point meant."""
+
+    def __init__(self, kill: Kill | None, rank: int) -> None:
+        self._kill = kill if kill is not None and kill.rank == rank else None
+        self._step = kill.step if kill is not None else None
+        self._is_armed = False
+
+    def on_step(self, step: int, run: TrainRun) -> None:
+        if step == self._step:
+            run._saver.wait()  # so that it is this step's save, and not the one before
+            self._is_armed = True
+
+    def at(self, point: str) -> None:
+        if self._is_armed and self._kill is not None and self._kill.point == point:
+            self._is_armed = False
+            self._kill.strike()
+
+    def yard(self, opened: Yard) -> Yard:
+        """The same yard, watched."""
+        store = FaultyStore(opened.store, on_call=self._on_store)
+        catalogue: Any = _Catalogue(opened.catalogue, self.at)
+        return Yard(store, catalogue, block_bytes=opened.block_bytes)
+
+    def staging(self) -> None:
+        """Watch the copying of state, too."""
+        plain = Staging.copied
+
+        def copied(staging: Staging, items: dict[str, Any]) -> dict[str, Any]:
+            plain(staging, dict(list(items.items())[: len(items) // 2]))
+            self.at("staging")
+            return plain(staging, items)
+
+        Staging.copied = copied  # type: ignore[method-assign]
+
+    def _on_store(self, index: int, name: str) -> None:
+        if point := {"write": "writing", "publish": "upload"}.get(name):
+            self.at(point)
+
+
+class _Watched:
+    def __init__(self, real: Any, at: Callable[[str], None]) -> None:
+        self._real, self._at = real, at
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class _Catalogue(_Watched):
+    def open_upload(self, *given: Any) -> Any:
+        return _Upload(self._real.open_upload(*given), self._at)
+
+    def join_upload(self, *given: Any) -> Any:
+        return _Upload(self._real.join_upload(*given), self._at)
+
+
+class _Upload(_Watched):
+    def finish_rank(self, rank: int) -> None:
+        self._real.finish_rank(rank)
+        self._at("finished")
+
+    def commit(self, *given: Any) -> Any:
+        self._at("commit")
+        version = self._real.commit(*given)
+        self._at("committed")
+        return version
+
+
+def record(world: World, rank: int, step: int, loss: float, samples: Sequence[int]) -> None:
+    """Note a step before the run is told of it: a kill must not lose the note."""
+    with (world.folder / f"steps-{rank}.jsonl").open("a") as file:
+        file.write(json.dumps([step, loss, list(samples)]) + "\n")
+
+
+def recorded(world: World, rank: int) -> dict[int, Any]:
+    """What each step came to in the end: one that was done again replaces what was undone."""
+    lines = (world.folder / f"steps-{rank}.jsonl").read_text().splitlines()
+    return {step: (loss, samples) for step, loss, samples in map(json.loads, lines)}
+
+
+def job(world: World, rank: int, kill: Kill | None = None, until: int = UNTIL) -> Outcome:
+    """Train to the end, or to the kill."""
+    killing = Killing(kill, rank)
+    killing.staging()
+    with world.yard(rank) as opened:
+        yard = killing.yard(opened)
+
+        def run() -> Trained:
+            return train(
+                yard,
+                until,
+                interval=INTERVAL,
+                async_mode="async",
+                on_step=killing.on_step,
+                on_result=lambda *result: record(world, rank, *result),
+            )
+
+        return attempt(run)
+
+
+def digest(weights: dict[str, bytes]) -> str:
+    return blake2s(b"".join(weights[name] for name in sorted(weights))).hexdigest()
+
+
+def main() -> None:
+    """Under torchrun: which kill it is to be follows from how often it was started."""
+    end_with_parent()  # torchrun
+    folder, kills = Path(sys.argv[1]), [Kill(**one) for one in json.loads(sys.argv[2])]
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+    rank, restarts = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    kill = kills[restarts] if restarts < len(kills) else None
+    outcome = job(World(folder, str(folder / "store")), rank, kill)
+    if outcome.error:
+        raise SystemExit(f"rank {rank}: {outcome.error}: {outcome.message}")
+    trained: Trained = outcome.value
+    done = {"restarts": restarts, "resumed": trained.resumed, "weights": digest(trained.weights)}
+    (folder / f"done-{rank}.json").write_text(json.dumps(done))
+
+
+if __name__ == "__main__":
+    main()

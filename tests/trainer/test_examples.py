@@ -1,0 +1,124 @@
+"""The examples of training work as a new user would try them, with fewer steps."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from weightyard.opening import open_yard
+from weightyard.yard import Yard
+
+EXAMPLES = Path(__file__).parent.parent.parent / "examples"
+LIMIT_S = 240
+
+pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+
+
+def started(yard: Path, script: str, *arguments: str, ranks: int = 0) -> list[str]:
+    """The command; by torchrun if there are ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return [
+        sys.executable,
+        *(launcher if ranks else []),
+        str(EXAMPLES / script),
+        f"--yard={yard}",
+        *arguments,
+    ]
+
+
+def environment(yard: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "GLOO_SOCKET_IFNAME": "lo",
+        "WEIGHTYARD_HOME": str(yard.parent / "home"),
+        "WEIGHTYARD_CACHE": str(yard.parent / "cache"),
+    }
+
+
+def run(yard: Path, script: str, *arguments: str, ranks: int = 0) -> str:
+    """What it printed."""
+    done = subprocess.run(
+        started(yard, script, *arguments, ranks=ranks),
+        env=environment(yard),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@contextmanager
+def running(yard: Path, script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(
+            started(yard, script, *arguments),
+            env=environment(yard),
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+        )
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.communicate()
+
+
+def losses(printed: str) -> dict[int, float]:
+    """By step."""
+    found = re.findall(r"^step (\d+), epoch \d+: loss ([\d.]+)$", printed, re.MULTILINE)
+    return {int(step): float(loss) for step, loss in found}
+
+
+def boxes_of(yard: Yard, ref: str, tensor: str) -> int:
+    (entry,) = (one for one in yard.manifest(ref).tensors if one.name == tensor)
+    return len(entry.boxes)
+
+
+def test_words_learned_by_two_workers_then_three_are_found_by_another_process(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "yard"
+    first = losses(run(folder, "word2vec.py", "train", "--steps=40", "--interval=20", ranks=2))
+    assert list(first) == [20, 40]
+    after = losses(run(folder, "word2vec.py", "train", "--steps=60", "--interval=20", ranks=3))
+    assert list(after) == [60]
+    assert after[60] < first[20] < 6
+    near = run(folder, "word2vec.py", "near", "block")
+    assert len(re.findall(r"^\d\.\d\d  [a-z]+$", near, re.MULTILINE)) == 8
+    with open_yard(str(folder)) as yard:
+        published = yard.load("example/words@prod")
+        saved = yard.load("example/word2vec@step-60", tensors="model.*")
+    assert published.version.number == 2
+    assert torch.equal(published["vectors.weight"], saved["model.vectors.weight"])
+
+
+def test_a_transformer_of_four_workers_goes_on_with_two_while_another_process_serves_it(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "yard"
+    first = losses(run(folder, "transformer.py", "train", "--steps=10", "--interval=5", ranks=4))
+    assert list(first) == [5, 10]
+    with running(folder, "transformer.py", "serve", "--versions=2") as server:
+        assert server.stdout is not None
+        assert server.stdout.readline().startswith("example/speller-serving@v1: 'A block is ")
+        after = losses(
+            run(folder, "transformer.py", "train", "--steps=15", "--interval=5", ranks=2)
+        )
+        assert list(after) == [15]
+        assert server.stdout.readline().startswith("example/speller-serving@v2: 'A block is ")
+        assert server.wait(LIMIT_S) == 0
+    with open_yard(str(folder)) as yard:
+        tensor = "model.layers.0.linear1.weight"
+        assert boxes_of(yard, "example/speller@step-10", tensor) == 4
+        assert boxes_of(yard, "example/speller@step-15", tensor) == 2

@@ -1,0 +1,131 @@
+"""A checkpoint in a real HDFS, read by several ranks."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from rank_world import World, run_ranks
+from reading_world import RUN, is_same, noise, opened, rows, save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from weightyard.format.block import MIB
+from weightyard.names import PackId
+from weightyard.storage import layout
+from weightyard.testing.cluster import MiniCluster, damage
+from weightyard.trainer.reader import YardReader
+from weightyard.trainer.state import State
+
+pytestmark = pytest.mark.cluster
+
+_METRICS_S = 11.0
+"""A NameNode's metrics are up to ten seconds old."""
+
+TENSORS = {
+    f"layers.{number}": rows(noise(1000, 1024, seed=number), 250, 500, 750) for number in range(4)
+}
+
+
+@dataclass(frozen=True)
+class Came:
+    """What a rank's load came to."""
+
+    wrong: tuple[str, ...]
+    stored_bytes: int
+    needed_bytes: int
+    paths: frozenset[str]
+    distances: frozenset[str]
+    failed: tuple[str, ...] = ()
+
+
+def asked_where(cluster: MiniCluster) -> int:
+    """How often the NameNode was asked where something lies, since it began."""
+    time.sleep(_METRICS_S)
+    query = "qry=Hadoop:service=NameNode,name=NameNodeActivity"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(f"{cluster.http_addresses[0]}/jmx?{query}", timeout=10) as answer:
+        return int(json.load(answer)["beans"][0]["GetBlockLocations"])
+
+
+def load(world: World, rank: int) -> Came:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {
+        name: distribute_tensor(torch.zeros_like(cut.tensor), mesh, [Shard(0)])
+        for name, cut in TENSORS.items()
+    }
+    with world.yard(rank, location=("/rack-a", "/rack-b")[rank % 2]) as yard:
+        reader = YardReader(yard, RUN)
+        dcp.load({**state, "epoch": 0}, storage_reader=reader)
+    report = reader.report
+    assert report is not None
+    wrong = [
+        name for name, cut in TENSORS.items() if not is_same(state[name].full_tensor(), cut.tensor)
+    ]
+    return Came(
+        tuple(wrong),
+        report.stored_bytes,
+        report.needed_bytes,
+        frozenset(report.load.read_paths),
+        frozenset(report.load.distances),
+        report.load.failed,
+    )
+
+
+def world_on(cluster: MiniCluster, folder: Path) -> World:
+    world = World(folder, cluster.fresh_dir(), {"hadoop_conf_dir": cluster.conf_dir})
+    with opened(world) as yard:
+        save(yard, 1, TENSORS, State({"epoch": 3}), compress=False, pack_bytes=2 * MIB)
+    return world
+
+
+def packs_of(world: World) -> set[PackId]:
+    with opened(world) as yard:
+        blocks = [block.id for block in yard.manifest(RUN).blocks]
+        return {places[0].pack for places in yard.catalogue.placements(blocks).values()}
+
+
+def test_ranks_read_one_copy_from_datanodes_near_them(cluster: MiniCluster, tmp_path: Path) -> None:
+    came = run_ranks(world_on(cluster, tmp_path), load, size=3)
+    assert {one.wrong for one in came.values()} == {()}
+    assert all(one.stored_bytes <= 1.05 * one.needed_bytes for one in came.values())
+    assert {path for one in came.values() for path in one.paths} == {"direct"}
+    assert {far for one in came.values() for far in one.distances} <= {"same-rack", "same-host"}
+
+
+@pytest.mark.long
+def test_the_namenode_is_asked_once_for_each_pack_however_many_ranks_read_it(
+    cluster: MiniCluster, tmp_path: Path
+) -> None:
+    if not isinstance(cluster, MiniCluster):
+        pytest.skip("others ask this NameNode, too")
+    world = world_on(cluster, tmp_path)
+    packs = len(packs_of(world))
+    before = asked_where(cluster)
+    run_ranks(world, load, size=4)
+    asked = asked_where(cluster) - before
+    assert packs > 6
+    # To open the yard each rank asks once or twice, and one of them for the manifest.
+    assert packs <= asked <= packs + 1 + 2 * 4
+
+
+def test_a_replica_with_wrong_bytes_is_passed_over_and_named(
+    cluster: MiniCluster, tmp_path: Path
+) -> None:
+    world = world_on(cluster, tmp_path)
+    for pack in packs_of(world):
+        path = f"{urlsplit(world.url).path}/{layout.pack(pack)}"
+        cluster.wait_for_replication(path, 3)  # else a damaged one could be copied
+        for replica in cluster.replica_files(path)[:2]:
+            damage(replica, 500_000, 100, hide=True)
+    came = run_ranks(world, load, size=2)
+    assert {one.wrong for one in came.values()} == {()}
+    assert any("checksum" in said for one in came.values() for said in one.failed)

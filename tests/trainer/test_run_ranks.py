@@ -1,0 +1,315 @@
+"""Runs of several ranks: resumed alike, on another number of ranks, and ended by a signal."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import StepLR
+from trainer_world import Outcome, World, attempt, run_ranks
+from training import RUN, SAMPLES, Trained, as_bytes, setting, steps_of, train
+
+from weightyard.errors import StoreUnavailable
+from weightyard.trainer.hooks import HookState
+from weightyard.trainer.rng import derive
+from weightyard.trainer.run import TrainRun
+from weightyard.trainer.saving import Save, Schedule
+from weightyard.yard import Yard
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> World:
+    return World(tmp_path, str(tmp_path / "store"))
+
+
+@dataclass
+class Logged(logging.Handler):
+    """What a run says."""
+
+    lines: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        super().__init__(logging.INFO)
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    handler, log = Logged(), logging.getLogger("weightyard.trainer")
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    yield handler.lines
+    log.removeHandler(handler)
+
+
+def elsewhere(world: World) -> World:
+    return World(world.folder / "else", str(world.folder / "else" / "store"))
+
+
+def interrupted_and_whole(world: World, rank: int) -> tuple[Trained, Trained, Trained]:
+    with world.yard(rank) as yard:
+        begun = train(yard, 5, interval=4, async_mode="async")
+        resumed = train(yard, 12, interval=4, async_mode="async")
+    with elsewhere(world).yard(rank) as yard:
+        return begun, resumed, train(yard, 12, interval=None)
+
+
+def test_ranks_resume_bit_for_bit_and_no_sample_is_lost_or_repeated(world: World) -> None:
+    seen: list[int] = []
+    for begun, resumed, whole in run_ranks(world, interrupted_and_whole, size=2).values():
+        assert (begun.resumed, resumed.resumed) == (None, 4)
+        assert {**begun.losses, **resumed.losses} == whole.losses
+        assert resumed.weights == whole.weights
+        kept = {step: begun.samples[step] for step in range(1, 5)}
+        seen += [number for batch in {**kept, **resumed.samples}.values() for number in batch]
+    assert len(seen) == SAMPLES + 12  # one epoch, and the beginning of the next
+    assert set(seen) == set(range(SAMPLES))
+    assert max(map(seen.count, seen)) == 2
+
+
+def compressed(world: World, rank: int) -> tuple[Any, Any]:
+    """PowerSGD interrupted, and never interrupted."""
+
+    def steps(yard: Yard, until: int) -> dict[int, float]:
+        made = setting()
+        hook = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        assert isinstance(made.net, DistributedDataParallel)
+        made.net.register_comm_hook(hook, powerSGD_hook)
+        losses = {}
+        with TrainRun(yard, RUN, {**made.state, "hook": hook}, interval=4) as run:
+            run.resume()
+            for loss, _ in steps_of(made, run, until):
+                losses[run.steps + 1] = loss
+        return losses
+
+    with elsewhere(world).yard(rank) as yard:
+        whole = steps(yard, 7)
+    with world.yard(rank) as yard:
+        return {**steps(yard, 5), **steps(yard, 7)}, whole
+
+
+def test_what_a_hook_did_not_send_yet_is_sent_after_a_resume(world: World) -> None:
+    for resumed, whole in run_ranks(world, compressed, size=2).values():
+        assert resumed == whole
+
+
+def saved_by_two(world: World, rank: int) -> Trained:
+    with world.yard(rank) as yard:
+        return train(yard, 4, interval=4)
+
+
+def resumed_by_three(world: World, rank: int) -> tuple[Trained, list[str], float]:
+    with logged() as lines, world.yard(rank) as yard:
+        made = setting()
+        with TrainRun(yard, RUN, made.state, interval=None, seed=9) as run:
+            trained = Trained(run.resume())
+            drawn = float(torch.rand(()))
+            for loss, numbers in steps_of(made, run, 7):
+                trained.losses[run.steps + 1] = loss
+                trained.samples[run.steps + 1] = numbers
+        return trained, lines, drawn
+
+
+def test_on_another_number_of_ranks_numbers_are_derived_and_samples_go_on(world: World) -> None:
+    before = run_ranks(world, saved_by_two, size=2)
+    after = run_ranks(world, resumed_by_three, size=3)
+    assert {trained.resumed for trained, _, _ in after.values()} == {4}
+    drawn = [one for _, _, one in after.values()]
+    expected = []
+    state = torch.get_rng_state()
+    for rank in range(3):
+        derive(9, 4, rank)
+        expected.append(float(torch.rand(())))
+    torch.set_rng_state(state)
+    assert drawn == expected
+    for _, lines, _ in after.values():
+        assert any("run.rng_derived" in line and "saved_ranks=2 ranks=3" in line for line in lines)
+    everyone = [*before.values(), *(trained for trained, _, _ in after.values())]
+    seen = [number for one in everyone for batch in one.samples.values() for number in batch]
+    assert len(seen) == 4 * 2 * 2 + 3 * 3 * 2
+    assert len(set(seen)) == len(seen)
+
+
+Sharded = tuple[int | None, dict[str, bytes], dict[str, bytes]]
+
+
+def sharded(world: World, rank: int) -> Sharded:
+    """A sharded module and its optimizer's moments after a resume, and one step later."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(30, 50), nn.Linear(50, 7))
+    for layer in net:
+        fully_shard(layer)
+    fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
+
+    def whole() -> dict[str, bytes]:
+        state = {
+            f"{name}.{key}": one.full_tensor()
+            for name, parameter in net.named_parameters()
+            for key, one in optimizer.state[parameter].items()
+            if isinstance(one, DTensor)
+        }
+        return as_bytes(
+            {**state, **{name: one.full_tensor() for name, one in net.state_dict().items()}}
+        )
+
+    state = {"model": net, "optim": optimizer}
+    with world.yard(rank) as yard, TrainRun(yard, RUN, state, interval=1) as run:
+        resumed = run.resume()
+        after_resume = whole()
+        net(torch.ones(4, 30)).square().mean().backward()
+        optimizer.step()
+        run.step()
+        return resumed, after_resume, whole()
+
+
+def test_sharded_modules_and_optimizers_go_on_with_other_shards(world: World) -> None:
+    saved = run_ranks(world, sharded, size=2)[0][2]
+    assert len(saved) == 4 + 2 * 4
+    for resumed, state, _ in run_ranks(world, sharded, size=3).values():
+        assert resumed == 1
+        assert state == saved
+
+
+def refused_on_one(world: World, rank: int) -> Outcome:
+    with world.yard(rank) as yard:
+        state = setting().state
+        if rank == 1:
+            state["extra"] = object()
+        return attempt(lambda: TrainRun(yard, RUN, state))
+
+
+def test_what_one_rank_cannot_save_is_refused_on_all(world: World) -> None:
+    came = run_ranks(world, refused_on_one, size=2)
+    assert (came[0].error, came[1].error) == ("RankFailed", "Refused")
+    assert "extra" in came[0].message
+
+
+def one_is_asked_to_leave(world: World, rank: int) -> tuple[Outcome, list[int | None]]:
+    def ask(step: int, run: TrainRun) -> None:
+        if step == 2 and rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    def leave() -> str:
+        try:
+            train(yard, 9, interval=None, on_step=ask)
+        except SystemExit as left:
+            return f"left with {left.code}"
+        return "stayed"
+
+    with world.yard(rank) as yard:
+        left = attempt(leave)
+        dist.barrier()
+        return left, [one.step for one in yard.versions(RUN)]
+
+
+def test_when_one_rank_gets_a_signal_all_save_the_same_step_and_leave(world: World) -> None:
+    for left, steps in run_ranks(world, one_is_asked_to_leave, size=2).values():
+        assert left.value == f"left with {128 + signal.SIGTERM}"
+        assert steps == [3]  # it is heard of one step later
+
+
+def save_failed_on_one(world: World, rank: int) -> tuple[dict[int, Outcome], list[int | None]]:
+    """The save of step 2 fails on rank 0, whatever becomes of it on rank 1."""
+
+    def fail(save: Save) -> None:
+        if rank == 0:
+            raise StoreUnavailable("no room today")
+
+    came: dict[int, Outcome] = {}
+    made = setting()
+    with (
+        world.yard(rank) as yard,
+        TrainRun(yard, RUN, made.state, interval=None, async_mode="async") as run,
+    ):
+        for step in range(1, 8):
+            came[step] = attempt(run.step)
+            if step == 2:
+                with pytest.MonkeyPatch.context() as patched:
+                    patched.setattr(run._saver, "_write", fail)
+                    run.save()
+                    assert run._saver._under_way is not None
+                    run._saver._under_way.exception(20)  # before the next step
+            elif step == 4:
+                run.save(wait=True)
+        return came, [one.step for one in yard.versions(RUN)]
+
+
+def test_a_save_that_failed_on_one_rank_is_raised_once_by_all_at_the_same_step(
+    world: World,
+) -> None:
+    found = run_ranks(world, save_failed_on_one, size=2)
+    for rank, error in ((0, "StoreUnavailable"), (1, "RankFailed")):
+        came, steps = found[rank]
+        assert {step: one.error for step, one in came.items() if one.error} == {4: error}
+        assert steps == [4]  # after it they go on together
+    assert "save of another rank failed" in found[1][0][4].message
+
+
+def saved_by_time(world: World, rank: int) -> list[int | None]:
+    now = [0.0]
+    with world.yard(rank) as yard, TrainRun(yard, RUN, setting().state, interval=None) as run:
+        run._schedule = Schedule(None, 10.0, lambda: now[0])
+        for step in range(1, 7):
+            now[0] += 11.0 if step == 2 else 1.0
+            run.step()
+        return [one.step for one in yard.versions(RUN)]
+
+
+def test_what_is_due_by_time_is_saved_once_by_all_ranks(world: World) -> None:
+    for steps in run_ranks(world, saved_by_time, size=2).values():
+        assert steps == [3]
+
+
+def does_not_fit_on_one(world: World, rank: int) -> Outcome:
+    with world.yard(rank) as yard:
+        train(yard, 1, interval=1)
+        state = setting().state
+        if rank == 1:
+            state["extra"] = StepLR(state["optim"], 1)
+        with TrainRun(yard, RUN, state) as run:
+            return attempt(run.resume)
+
+
+def test_what_does_not_fit_on_one_rank_ends_the_resume_of_all(world: World) -> None:
+    came = run_ranks(world, does_not_fit_on_one, size=2)
+    assert (came[0].error, came[1].error) == ("RankFailed", "DoesNotFit")
+    assert "extra" in came[0].message
+
+
+def test_unsent_gradients_are_dropped_where_nobody_owns_them(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    hook = PowerSGDState(None, start_powerSGD_iter=2)
+    hook.error_dict[0] = torch.ones(3)
+    hook.iter = 5
+    state = HookState(hook, []).state_dict()
+    fresh = PowerSGDState(None, start_powerSGD_iter=2)
+    HookState(fresh, []).load_state_dict({**state, "order": [0]})
+    assert (fresh.iter, list(fresh.error_dict)) == (5, [0])
+    HookState(fresh, []).forget_unsent()
+    assert not fresh.error_dict
+    assert "another number of ranks" in caplog.text
+    hook.error_dict[0] = torch.ones(3)
+    HookState(fresh, []).load_state_dict(state)  # without DDP there is no order
+    assert not fresh.error_dict
+    assert "how the buckets were arranged" in caplog.text

@@ -1,0 +1,76 @@
+"""Saving by several ranks on a real HDFS."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from trainer_world import RUN, World, run_ranks
+
+from bench.counting import count
+from weightyard.storage import layout
+from weightyard.testing.cluster import MiniCluster
+from weightyard.trainer.values import save_values
+from weightyard.trainer.writer import YardWriter
+from weightyard.transfer.writer import WriteReport
+
+pytestmark = pytest.mark.cluster
+
+
+def state(rank: int, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(rank)
+    mine = torch.randn(1024, 1024, generator=generator)
+    mine[:step] *= 1.0001
+    return {f"stage{rank}": mine, "both": torch.arange(500_000)}
+
+
+def save_twice(world: World, rank: int) -> list[WriteReport]:
+    reports = []
+    with world.yard(rank) as yard, YardWriter(yard, RUN) as writer:
+        for step in range(2):
+            dcp.save(state(rank, step), checkpoint_id=step, storage_writer=writer)
+            reports.append(writer.report)
+    return reports
+
+
+def test_a_save_calls_the_namenode_five_times_for_each_file_and_eight_times_besides(
+    cluster: MiniCluster, tmp_path: Path
+) -> None:
+    if not isinstance(cluster, MiniCluster):
+        pytest.skip("others call this NameNode, too")
+    world = World(tmp_path, cluster.fresh_dir(), {"hadoop_conf_dir": cluster.conf_dir})
+    counted = []
+    with world.yard(0) as yard, YardWriter(yard, RUN) as writer:
+        for step in range(4):
+            before = count(cluster.http_addresses[0])
+            save_values(writer, step, state(0, step))
+            assert yard._settling.wait()
+            counted.append(count(cluster.http_addresses[0]).since(before).calls)
+    # Create, AddBlock, Complete, Rename2, and one look at what was written. Besides: whether the
+    # registry is older than the store, twice; two folders of staging, there and away again; those
+    # of pack and manifest, where they are new. HDFS may be slow, and is then asked again.
+    assert [calls["Create"] for calls in counted[1:]] == [4, 4, 4], "pack, manifest and two records"
+    calls = min(counted[1:], key=lambda one: sum(one.values()))
+    assert sum(calls.values()) <= 5 * calls["Create"] + 8, calls
+
+
+def test_ranks_save_to_hdfs_and_only_what_changed_the_second_time(
+    cluster: MiniCluster, tmp_path: Path
+) -> None:
+    world = World(tmp_path, cluster.fresh_dir(), {"hadoop_conf_dir": cluster.conf_dir})
+    found = run_ranks(world, save_twice, size=2)
+    for first, second in found.values():
+        assert second.stored_bytes < first.stored_bytes // 50
+    with world.yard(99) as yard:
+        for step in range(2):
+            loaded = yard.load(f"{RUN}@step-{step}", verify="full")
+            for rank in range(2):
+                expected = state(rank, step)
+                assert all(torch.equal(loaded[name], one) for name, one in expected.items())
+        manifest = yard.manifest(f"{RUN}@step-0")
+        places = yard.catalogue.placements([block.id for block in manifest.blocks])
+        packs = {place.pack for of_block in places.values() for place in of_block}
+        replicas = [yard.store.locate(layout.pack(pack)).spans[0].replicas for pack in packs]
+        assert min(map(len, replicas)) >= 2  # durable before the checkpoint was

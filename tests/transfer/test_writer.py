@@ -1,0 +1,406 @@
+"""How the writer goes about it: what it reads, claims, keeps in memory and leaves behind."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+from strategies import content
+
+from weightyard.errors import Conflict, NotAllowed, StoreFull, StoreUnavailable
+from weightyard.format.block import MIB, block_id
+from weightyard.format.dtypes import DType
+from weightyard.format.pack import Placement
+from weightyard.format.splitting import StateTensor, split_state
+from weightyard.names import BlockId, PackId, UploadId
+from weightyard.storage.local import LocalStore
+from weightyard.storage.store import Store
+from weightyard.testing.faults import Fault, FaultyStore
+from weightyard.transfer import alive
+from weightyard.transfer.catalogue import MemoryCatalogue, Packing
+from weightyard.transfer.memory import Buffers
+from weightyard.transfer.plan import Wanted
+from weightyard.transfer.reader import Reader
+from weightyard.transfer.source import FileSource, MemorySource, Source
+from weightyard.transfer.together import run_together
+from weightyard.transfer.writer import Content, WriteOptions, Writer
+
+RAW_BYTES = MIB
+FOUR = WriteOptions(kept_bytes=4 * RAW_BYTES)
+"""So many new pieces are claimed at once."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Iterator[Store]:
+    with LocalStore(tmp_path / "yard") as store:
+        store.init()
+        yield store
+
+
+class Elsewhere(Source):
+    """Bytes that are not in memory: each read counts, and may find them changed."""
+
+    def __init__(self, data: bytes, later: bytes | None = None) -> None:
+        self.length = len(data)
+        self.reads = 0
+        self._data = data
+        self._later = later or data
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        data = self._later if self.reads else self._data
+        self.reads += 1
+        into[:] = data[offset : offset + len(into)]
+
+
+class WatchedUpload:
+    """An upload that remembers how much was asked in each claim, and tells of each step."""
+
+    def __init__(self, upload: Packing, told: Callable[[str], None] = lambda step: None) -> None:
+        self._upload = upload
+        self._told = told
+        self.claims: list[int] = []
+
+    @property
+    def id(self) -> UploadId:
+        return self._upload.id
+
+    def claim(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
+        self._told("claim")
+        self.claims.append(len(blocks))
+        return self._upload.claim(blocks)
+
+    def begin_pack(self, pack: PackId) -> None:
+        self._told("begin_pack")
+        self._upload.begin_pack(pack)
+
+    def add_pack(self, pack: PackId, pack_bytes: int, placements: Sequence[Placement]) -> None:
+        self._upload.add_pack(pack, pack_bytes, placements)
+
+
+def contents(sources: Sequence[Source]) -> list[Content]:
+    """Each source a tensor of one block."""
+    tensors = [
+        StateTensor(f"t{number:03}", DType.BF16, (source.length // 2,))
+        for number, source in enumerate(sources)
+    ]
+    return [Content(split_state(tensors, RAW_BYTES), sources)]
+
+
+def data(count: int, kind: str = "weights", first: int = 0) -> list[bytes]:
+    return [content(RAW_BYTES, kind, first + seed) for seed in range(count)]
+
+
+def read_back(store: Store, catalogue: MemoryCatalogue, blocks: Sequence[BlockId]) -> list[bytes]:
+    into = [bytearray(RAW_BYTES) for _ in blocks]
+    Reader(store, catalogue).read(
+        Wanted(block, 0, memoryview(one)) for block, one in zip(blocks, into, strict=True)
+    )
+    return [bytes(one) for one in into]
+
+
+@pytest.mark.parametrize("compress", [True, False])
+def test_what_is_new_is_read_once_and_comes_back(store: Store, compress: bool) -> None:
+    catalogue, raws = MemoryCatalogue(), data(40)
+    sources = [Elsewhere(raw) for raw in raws]
+    writer = Writer(store, catalogue.upload(), WriteOptions(compress=compress, pack_bytes=6 * MIB))
+    (blocks,) = writer.write(contents(sources))
+    assert {source.reads for source in sources} == {1}
+    assert read_back(store, catalogue, blocks) == raws
+    assert writer.report.blocks == writer.report.blocks_new == 40
+
+
+def test_however_many_pieces_are_claimed_at_once_if_they_are_short(store: Store) -> None:
+    upload = WatchedUpload(MemoryCatalogue().upload())
+    Writer(store, upload).write(contents([MemorySource(raw) for raw in data(40)]))
+    assert upload.claims == [40]
+
+
+def test_what_is_known_is_claimed_in_few_calls_and_not_kept(store: Store) -> None:
+    catalogue, raws = MemoryCatalogue(), data(40)
+    Writer(store, catalogue.upload()).write(contents([MemorySource(raw) for raw in raws]))
+    again = WatchedUpload(catalogue.upload())
+    writer = Writer(store, again, FOUR)
+    writer.write(contents([Elsewhere(raw) for raw in raws]))
+    assert again.claims == [4, 36]
+    assert writer.report.blocks_new == writer.report.packs_written == 0
+    assert writer.report.logical_bytes == 40 * RAW_BYTES
+
+
+def test_a_new_block_among_many_known_ones_is_read_again(store: Store) -> None:
+    catalogue, raws = MemoryCatalogue(), data(30)
+    Writer(store, catalogue.upload()).write(contents([MemorySource(raw) for raw in raws[:29]]))
+    last = Elsewhere(raws[29])
+    sources = [*(Elsewhere(raw) for raw in raws[:29]), last]
+    (blocks,) = Writer(store, catalogue.upload(), FOUR).write(contents(sources))
+    assert last.reads == 2
+    assert read_back(store, catalogue, blocks) == raws
+
+
+def test_a_source_that_changed_before_it_was_read_again_is_refused(store: Store) -> None:
+    catalogue, raws = MemoryCatalogue(), data(30)
+    Writer(store, catalogue.upload()).write(contents([MemorySource(raw) for raw in raws[:29]]))
+    changed = Elsewhere(raws[29], later=raws[0])
+    sources = [*(Elsewhere(raw) for raw in raws[:29]), changed]
+    with pytest.raises(Conflict, match="changed while it was read"):
+        Writer(store, catalogue.upload(), FOUR).write(contents(sources))
+    assert not catalogue.placements([block_id(raws[29])])
+
+
+@pytest.mark.parametrize("kind", ["weights", "noise"])
+@pytest.mark.parametrize("delta", ["off", "only"])
+@pytest.mark.parametrize("when", ["claim", "begin_pack"])
+def test_memory_that_changes_after_it_was_named_is_stored_as_it_was(
+    store: Store, kind: str, delta: Literal["off", "only"], when: str
+) -> None:
+    catalogue, bases = MemoryCatalogue(), data(2, kind)
+    (base_ids,) = Writer(store, catalogue.upload()).write(contents([*map(MemorySource, bases)]))
+    raws = [bytes([raw[0] ^ 1]) + raw[1:] for raw in bases]
+    tensors = [np.frombuffer(bytearray(raw), np.uint8) for raw in raws]
+
+    def train(step: str) -> None:
+        if step == when:
+            for tensor in tensors:
+                tensor += 1
+
+    (content_of,) = contents([MemorySource(tensor) for tensor in tensors])
+    with_bases = replace(content_of, bases=dict(enumerate(base_ids)))
+    options, reader = WriteOptions(delta=delta), Reader(store, catalogue)
+    upload = WatchedUpload(catalogue.upload(), train)
+    (blocks,) = Writer(store, upload, options, bases=reader).write([with_bases])
+    assert blocks == [block_id(raw) for raw in raws]
+    assert read_back(store, catalogue, blocks) == raws
+
+
+def test_memory_that_changed_before_it_was_read_again_is_refused(store: Store) -> None:
+    catalogue, raws = MemoryCatalogue(), data(30)
+    Writer(store, catalogue.upload()).write(contents([*map(MemorySource, raws[:29])]))
+    tensors = [np.frombuffer(bytearray(raw), np.uint8) for raw in raws]
+    claims: list[str] = []
+
+    def train(step: str) -> None:
+        claims.append(step)
+        if claims == ["claim", "claim"]:  # the second one is for those that are not kept
+            tensors[29][:] += 1
+
+    with pytest.raises(Conflict, match="changed while it was read"):
+        Writer(store, WatchedUpload(catalogue.upload(), train), FOUR).write(
+            contents([*map(MemorySource, tensors)])
+        )
+    assert not catalogue.placements([block_id(raws[29]), block_id(tensors[29])])
+
+
+@pytest.mark.parametrize("kind", ["weights", "noise"])
+def test_no_block_gets_another_ones_name_while_training_goes_on(store: Store, kind: str) -> None:
+    catalogue = MemoryCatalogue()
+    tensors = [np.frombuffer(bytearray(raw), np.uint8) for raw in data(12, kind)]
+    stop = threading.Event()
+
+    def train() -> None:
+        while not stop.is_set():
+            for tensor in tensors:
+                tensor += 1
+
+    training = threading.Thread(target=train)
+    training.start()
+    try:
+        sources = [MemorySource(tensor) for tensor in tensors]
+        for _ in range(3):
+            Writer(store, catalogue.upload(), WriteOptions(pack_bytes=4 * MIB)).write(
+                contents(sources)
+            )
+    finally:
+        stop.set()
+        training.join()
+    named = [one.encoding.block for pack in catalogue.packs.values() for one in pack]
+    assert [block_id(raw) for raw in read_back(store, catalogue, named)] == named
+
+
+@pytest.mark.parametrize("is_longer", [False, True])
+def test_a_file_that_changed_since_it_was_looked_at_is_refused(
+    tmp_path: Path, is_longer: bool
+) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(b"before")
+    source = FileSource(path)
+    assert source.read_at(0, 6) == b"before"
+    seen = path.stat().st_mtime_ns
+    path.write_bytes(b"behind" + b"!" * is_longer)
+    os.utime(path, ns=(seen, seen + 10**7))  # the clock of a file system may be slow
+    with pytest.raises(Conflict, match="changed while it was read"):
+        source.read_at(0, 2)
+
+
+def test_a_block_that_occurs_far_apart_is_stored_once(store: Store) -> None:
+    catalogue, raws = MemoryCatalogue(), data(30)
+    sources = [Elsewhere(raw) for raw in [*raws, raws[0], raws[29]]]
+    writer = Writer(store, catalogue.upload())
+    (blocks,) = writer.write(contents(sources))
+    assert (blocks[30], blocks[31]) == (blocks[0], blocks[29])
+    assert writer.report.blocks_new == 30
+    assert sum(len(placements) for placements in catalogue.packs.values()) == 30
+
+
+@pytest.mark.parametrize("kind", ["weights", "noise"])
+def test_memory_of_the_caller_is_never_written_to(store: Store, kind: str) -> None:
+    catalogue, raws = MemoryCatalogue(), data(12, kind)
+    tensors = [np.frombuffer(bytearray(raw), np.uint8) for raw in raws]
+    writer = Writer(store, catalogue.upload(), WriteOptions(pack_bytes=3 * MIB))
+    for _ in range(2):  # the second time all is known
+        writer.write(contents([MemorySource(tensor) for tensor in tensors]))
+    more = data(12, kind, first=100)
+    writer.write(contents([Elsewhere(raw) for raw in more]))
+    assert [tensor.tobytes() for tensor in tensors] == raws
+
+
+def test_the_next_pack_is_begun_when_the_next_block_does_not_fit(store: Store) -> None:
+    catalogue = MemoryCatalogue()
+    sources = [MemorySource(raw) for raw in data(10, "noise")]
+    (blocks,) = Writer(store, catalogue.upload(), WriteOptions(pack_bytes=4 * MIB)).write(
+        contents(sources)
+    )
+    packs = [
+        [placement.encoding.block for placement in placements]
+        for placements in catalogue.packs.values()
+    ]
+    assert sorted(packs, key=lambda pack: blocks.index(pack[0])) == [
+        blocks[start : start + 3] for start in range(0, 10, 3)
+    ]
+
+
+def test_after_a_failure_whole_packs_stay_and_no_thread_is_left(store: Store) -> None:
+    clean = FaultyStore(store)
+    sources = [MemorySource(raw) for raw in data(12, "noise")]
+    options = WriteOptions(pack_bytes=4 * MIB, lanes=1)
+    Writer(clean, MemoryCatalogue().upload(), options).write(contents(sources))
+    second = [index for index, name in enumerate(clean.calls) if name == "publish"][1]
+
+    catalogue = MemoryCatalogue()
+    threads = threading.active_count()
+    failing = FaultyStore(store, {second: Fault.BEFORE})
+    with pytest.raises(StoreUnavailable):
+        Writer(failing, catalogue.upload(), options).write(contents(sources))
+    assert threading.active_count() == threads
+    (placements,) = catalogue.packs.values()
+    known = [placement.encoding.block for placement in placements]
+    assert read_back(store, catalogue, known) == data(3, "noise")
+
+
+def test_a_source_that_fails_ends_the_packs_being_written(store: Store) -> None:
+    class Failing(Elsewhere):
+        def read_into(self, offset: int, into: memoryview) -> None:
+            raise Conflict("gone")
+
+    catalogue = MemoryCatalogue()
+    threads = threading.active_count()
+    sources: list[Source] = [Elsewhere(raw) for raw in data(12, "noise")]
+    with pytest.raises(Conflict, match="gone"):
+        Writer(store, catalogue.upload(), WriteOptions(pack_bytes=64 * MIB)).write(
+            contents([*sources, Failing(bytes(RAW_BYTES))])
+        )
+    assert threading.active_count() == threads
+    assert not catalogue.packs
+
+
+def test_the_report_says_what_deltas_would_take_whole(store: Store) -> None:
+    catalogue, raws = MemoryCatalogue(), data(4)
+    first = Writer(store, catalogue.upload())
+    (bases,) = first.write(contents([MemorySource(raw) for raw in raws]))
+    changed = [bytes([raw[0] ^ 1]) + raw[1:] for raw in raws]
+    (content_of,) = contents([MemorySource(raw) for raw in changed])
+    deltas = Writer(
+        store, catalogue.upload(), WriteOptions(delta="only"), bases=Reader(store, catalogue)
+    )
+    deltas.write([replace(content_of, bases=dict(enumerate(bases)))])
+    assert deltas.report.stored_bytes < 0.1 * deltas.report.whole_bytes
+    assert deltas.report.whole_bytes == pytest.approx(first.report.whole_bytes, rel=0.01)
+    assert first.report.whole_bytes <= first.report.stored_bytes
+
+
+def test_what_work_fails_of_is_raised_whatever_becomes_of_its_upload(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(alive, "HEARTBEAT_S", 0.01)
+    beaten = threading.Event()
+
+    class Forbidden(WatchedUpload):
+        def heartbeat(self) -> None:
+            beaten.set()
+            raise NotAllowed("the token was revoked")
+
+        abandon = heartbeat
+
+    def work() -> None:
+        with alive.kept_alive(Forbidden(MemoryCatalogue().upload())):  # type: ignore[type-var]
+            assert beaten.wait(10)
+            raise StoreFull("no room")
+
+    with pytest.raises(StoreFull):
+        work()
+
+
+def test_buffers_are_used_again_and_those_of_others_left_alone() -> None:
+    buffers = Buffers()
+    first, second = buffers.take(2 * MIB), buffers.take(2 * MIB)
+    buffers.give(first)
+    buffers.give(second)
+    assert id(buffers.take(3 * MIB).obj) not in (id(first.obj), id(second.obj))
+    again = buffers.take(MIB)
+    assert again.obj is first.obj
+    assert again.nbytes == MIB
+    assert buffers.take(MIB).obj is not first.obj, "it is in use"
+    theirs = np.zeros(2 * MIB, np.uint8)
+    buffers.give(theirs.data)
+    assert buffers.take(2 * MIB).obj is not theirs
+
+
+def test_buffers_of_growing_length_take_each_others_place() -> None:
+    buffers = Buffers()
+    made = []
+    for length in range(MIB, 3 * MIB, MIB // 8):
+        buffer = buffers.take(length)
+        made.append(weakref.ref(buffer.obj))
+        buffers.give(buffer)
+        del buffer
+    assert [one() is not None for one in made] == [False] * 15 + [True]
+
+
+def test_calls_are_asked_for_only_when_a_thread_is_free() -> None:
+    gate, asked = threading.Event(), []
+
+    def calls() -> Iterator[object]:
+        for number in range(6):
+            asked.append(number)
+            if number == 3:
+                # Two run and wait for the gate, one waits for a thread.
+                raise AssertionError("asked for too early")
+            yield gate.wait
+
+    timer = threading.Timer(0.3, lambda: asked.append(-1) or gate.set())
+    timer.start()
+    with pytest.raises(AssertionError):
+        run_together(2, "test", calls())  # type: ignore[arg-type]
+    timer.join()
+    assert asked == [0, 1, 2, -1, 3]
+
+
+def test_the_first_failure_tells_the_others_to_stop() -> None:
+    stop, ended = threading.Event(), []
+
+    def fail() -> None:
+        raise StoreUnavailable("one")
+
+    def calls() -> Iterator[Callable[[], None]]:
+        yield lambda: ended.append(stop.wait(30))
+        yield fail
+        assert stop.wait(10), "who makes the calls is told while making the next one"
+
+    with pytest.raises(StoreUnavailable):
+        run_together(3, "test", calls(), stop)
+    assert ended == [True]

@@ -1,0 +1,185 @@
+"""Away: a yard that did not answer when it was opened, and is used as soon as it does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from weightyard import jitter
+from weightyard.errors import Retryable, YardError
+from weightyard.loader.offline import OfflineCatalogue
+from weightyard.loader.remembered import Remembered
+from weightyard.logs import Log
+from weightyard.names import Ref
+from weightyard.storage.cancel import Cancel
+from weightyard.transfer.catalogue import Catalogue
+from weightyard.transfer.watching import Sighting, pause
+from weightyard.via import Via
+
+if TYPE_CHECKING:
+    from weightyard.records import ReadLease, Version
+
+_log = Log(__name__)
+
+WAIT_S = 0.5
+"""How long who asks for something waits for a look at whether the yard answers."""
+
+AGAIN_S = 5.0
+"""How long after a look that found nothing the next one may begin, give or take a fifth."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A yard that answers."""
+
+    via: Via
+    catalogue: Catalogue
+    block_bytes: int
+
+    def close(self) -> None:
+        self.catalogue.close()
+        self.via.close()
+
+
+class AwayCatalogue(OfflineCatalogue):
+    """What this node remembers of a catalogue, until the yard answers; from then on that itself.
+
+    Whoever asks for something has it looked after, in a thread, if the last look is long enough
+    ago. Only who began a look waits for it, and for no longer than WAIT_S: what it finds later is
+    for who asks next. Nothing is looked after while nobody asks. Thread-safe.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        remembered: Remembered,
+        why: Retryable,
+        open_again: Callable[[], Opened],
+    ) -> None:
+        """`why`: what the yard failed with just now. `open_again` raises Retryable while it does.
+
+        What else it raises is an answer: those who ask are told.
+        """
+        super().__init__(remembered, why)
+        self._name = name
+        self._because = why
+        self.on_back: Callable[[Opened], None] = lambda opened: None
+        """Is told when the yard answers, before anyone else is."""
+        self._open_again = open_again
+        self._lock = threading.Lock()
+        self._opened: Opened | None = None
+        self._refusal: YardError | None = None
+        self._look_at = _next_look()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def itself(self) -> Catalogue | None:
+        """The yard's own catalogue, if it answers by now. Raises what it refuses with."""
+        thread = self._looking() if self._opened is None else None
+        if thread is not None:
+            thread.join(WAIT_S)
+        with self._lock:
+            if self._opened is not None:
+                return self._opened.catalogue
+            if self._refusal is not None:
+                raise self._refusal.with_traceback(None)
+            return None
+
+    def resolve(self, ref: Ref) -> Version:
+        back = self.itself()
+        return super().resolve(ref) if back is None else back.resolve(ref)
+
+    def watch(self, ref: Ref, *, poll_s: float, stop: Cancel) -> Iterator[Sighting]:
+        """Why nothing can be told, again and again, until there is somebody who can."""
+        while not stop.is_cancelled:
+            try:
+                back = self.itself()
+            except YardError as why:
+                yield why
+            else:
+                if back is not None:
+                    yield from back.watch(ref, poll_s=poll_s, stop=stop)
+                    return
+                yield self._because
+            pause(jitter.about(min(poll_s, AGAIN_S)), stop)
+
+    def mark_used(self, ref: Ref) -> None:
+        if (back := self.itself()) is not None:
+            back.mark_used(ref)
+
+    def take_lease(self, ref: Ref, holder: str, seconds: float) -> ReadLease:
+        back = self.itself()
+        taking = super().take_lease if back is None else back.take_lease
+        return taking(ref, holder, seconds)
+
+    def require_asked(self) -> None:
+        if self.itself() is None:
+            super().require_asked()
+
+    def require_back(self, what: str) -> None:
+        """Raises NotOnNode while it is away: for what needs the yard itself."""
+        if self.itself() is None:
+            super().__getattr__(what)
+
+    def close(self) -> None:
+        """Give up what was opened. A look that is under way is not waited for."""
+        with self._lock:
+            self._is_closed = True
+            opened = self._opened
+        if opened is not None:
+            opened.close()
+
+    def __getattr__(self, name: str) -> Any:
+        back = None if name.startswith("_") else self.itself()
+        return super().__getattr__(name) if back is None else getattr(back, name)
+
+    def _looking(self) -> threading.Thread | None:
+        """Begin to look, if that is due and nobody does; the thread that does it then."""
+        with self._lock:
+            is_looking = self._thread is not None and self._thread.is_alive()
+            if is_looking or self._is_closed or time.monotonic() < self._look_at:
+                return None
+            thread = threading.Thread(target=self._look, name="weightyard-away", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as why:  # no more threads are to be had
+                _log.warning("yard.not_looked_after", yard=self._name, reason=why)
+                return None
+            self._thread = thread
+            return thread
+
+    def _look(self) -> None:
+        why: Exception
+        try:
+            opened = self._open_again()
+        except Exception as failure:  # noqa: BLE001  nobody else would learn of it
+            why = failure
+        else:
+            self._come_back(opened)
+            return
+        with self._lock:
+            self._look_at = _next_look()
+            if isinstance(why, Retryable):
+                self._why = self._because = why
+                self._refusal = None
+            elif isinstance(why, YardError):
+                self._refusal = why
+            else:
+                _log.warning("yard.not_looked_after", yard=self._name, reason=repr(why))
+
+    def _come_back(self, opened: Opened) -> None:
+        with self._lock:
+            if not self._is_closed:
+                self.is_service = opened.catalogue.is_service
+                self.on_back(opened)
+                self._opened = opened
+                _log.info("yard.back", yard=self._name)
+                return
+        opened.close()
+
+
+def _next_look() -> float:
+    return time.monotonic() + jitter.about(AGAIN_S)

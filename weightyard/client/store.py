@@ -1,0 +1,117 @@
+"""ServiceStore: the store behind a service, written to through the service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import NoReturn
+
+from typing_extensions import Buffer
+
+from weightyard.client.upload import HttpUpload
+from weightyard.errors import FileMissing, Unsupported
+from weightyard.storage.cancel import Cancel
+from weightyard.storage.store import (
+    FileOptions,
+    FileStat,
+    Location,
+    Ownership,
+    Read,
+    Replica,
+    Served,
+    Stage,
+    StagedFile,
+    Store,
+    StorePath,
+)
+from weightyard.transfer.source import MemorySource
+
+
+class ServiceStore(Store):
+    """Publishes the packs and the manifest of one upload; nothing else can be done with it.
+
+    A staged file is kept in memory until it is published. The service answers only when what it
+    was sent is checked and on as many DataNodes as the version wants, and then that is all one is
+    told of where it lies.
+    """
+
+    replicates = False
+
+    def __init__(self, upload: HttpUpload, url: str) -> None:
+        """`url`: the service's, for errors."""
+        self.url = url
+        self._upload = upload
+        self._staged: dict[StorePath, bytearray] = {}
+        self._published: dict[StorePath, FileStat] = {}
+
+    def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
+        """How the file is kept is what was said when the upload was opened."""
+        return _MemoryStage(path, self._staged)
+
+    def publish(self, staged: StagedFile, path: StorePath) -> None:
+        """Raises as the service does: PackInvalid, BlockCorrupt, BlockMissing, UploadExpired."""
+        content = self._staged.pop(staged.path, None)
+        if content is None:
+            raise FileMissing(f"{staged.path} was not staged")
+        self._upload.put_stored(path, MemorySource(content))
+        self._published[path] = FileStat(path, staged.length, 1, time.time())
+
+    def locate(self, path: StorePath) -> Location:
+        """Of a file published here. The service has seen to its copies, and tells of none."""
+        return Location(path, self.stat(path).length, ())
+
+    def stat(self, path: StorePath) -> FileStat:
+        """Of a file published here."""
+        if path not in self._published:
+            raise FileMissing(f"{path} was not published here")
+        return self._published[path]
+
+    def delete(self, path: StorePath) -> bool:
+        """Of what was staged here."""
+        return self._staged.pop(path, None) is not None
+
+    def init(self, ownership: Ownership | None = None) -> None:
+        self._refuse()
+
+    def list(self, folder: StorePath) -> Iterator[FileStat]:
+        self._refuse()
+
+    def read(
+        self,
+        location: Location,
+        reads: Sequence[Read],
+        *,
+        replica: Replica | None = None,
+        timeout_s: float | None = None,
+        cancel: Cancel | None = None,
+    ) -> Served:
+        self._refuse()
+
+    def adjust(self, path: StorePath, options: FileOptions) -> None:
+        self._refuse()
+
+    def close(self) -> None:
+        self._staged.clear()
+
+    def _refuse(self) -> NoReturn:
+        raise Unsupported(f"the service {self.url} lets nobody do this with its store")
+
+
+class _MemoryStage(Stage):
+    def __init__(self, path: StorePath, staged: dict[StorePath, bytearray]) -> None:
+        self._path = path
+        self._staged = staged
+        self._content: bytearray | None = bytearray()
+
+    def write(self, data: Buffer) -> None:
+        assert self._content is not None
+        self._content += memoryview(data).cast("B")
+
+    def close(self) -> StagedFile:
+        assert self._content is not None
+        content, self._content = self._content, None
+        self._staged[self._path] = content
+        return StagedFile(self._path, len(content))
+
+    def abort(self) -> None:
+        self._content = None

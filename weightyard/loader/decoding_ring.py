@@ -1,0 +1,155 @@
+"""A ring whose device decodes: planes are merged, and deltas added to their bases, on the device.
+
+The host only checks and decompresses. What it leaves lies in the slabs, is copied into memory of
+the device that is used again and again, and from there put where it belongs.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
+
+from weightyard.errors import BlockCorrupt
+from weightyard.format.block import Encoding
+from weightyard.format.manifest import BlockEntry
+from weightyard.loader.batches import BATCH_BYTES, Batch
+from weightyard.loader.budget import SLABS
+from weightyard.loader.changes import Piece
+from weightyard.loader.filling import Filled
+from weightyard.loader.folding import fold_where_it_lies
+from weightyard.loader.merging import put
+from weightyard.loader.plan import TensorPlan
+from weightyard.loader.report import Tally
+from weightyard.loader.ring import Copies, RingPlacer
+from weightyard.loader.state import bytes_of
+from weightyard.loader.undecoded import Undecoded, pieces_of
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ReadsUndecoded(Protocol):
+    """What reads for such a ring. Thread-safe."""
+
+    @property
+    def blocks(self) -> Sequence[BlockEntry]:
+        """Of the version."""
+
+    def fill(self, targets: Iterable[Filled]) -> None:
+        """Fill memory with decoded bytes."""
+
+    def read_undecoded(self, targets: Sequence[Undecoded], *, are_bases: bool = False) -> None:
+        """Fill memory with what the device decodes. Bases are those of deltas read before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """Pieces of blocks and the bytes on the device they are for."""
+
+    tensor: int
+    start: int
+    """In the tensor's memory."""
+    pieces: tuple[Piece, ...]
+
+    @property
+    def length(self) -> int:
+        return sum(piece.length for piece in self.pieces)
+
+
+class DecodingRing(RingPlacer):
+    """Tensors on a device that decodes. It takes one slab's length of it besides, and a little."""
+
+    def __init__(
+        self,
+        plans: Sequence[TensorPlan],
+        tally: Tally,
+        copies: Copies,
+        *,
+        dtype: torch.dtype | None = None,
+        targets: Mapping[int, torch.Tensor] | None = None,
+        slab_bytes: int = BATCH_BYTES,
+        slabs: int = SLABS,
+    ) -> None:
+        super().__init__(
+            plans, tally, copies, dtype=dtype, targets=targets, slab_bytes=slab_bytes, slabs=slabs
+        )
+        import torch
+
+        self._scratch = copies.empty((self.slab_length,), torch.uint8)
+        copies.follow()
+        # Several threads queue work on the scratch memory: what belongs together stays so.
+        self._queueing = threading.Lock()
+        self._added: dict[int, list[tuple[int, Encoding]]] = {}
+
+    def fill_undecoded(self, batch: Batch, reads: ReadsUndecoded) -> None:
+        """As `fill`, but for what is put together on the host the device decodes."""
+        picked = [one for part in batch.parts if part.tensor in self._picked
+                  for one in self.assembled(part)]  # fmt: skip
+        if picked:
+            reads.fill(picked)
+        sent = []
+        for part in batch.parts:
+            if part.tensor not in self._picked:
+                assert isinstance(part.fetch.goes, int)
+                pieces = pieces_of(part.fetch, reads.blocks)
+                sent.append(_Sent(part.tensor, part.fetch.goes, pieces))
+        bases: list[_Sent] = []
+        for one, came in zip(sent, self._bring(sent, reads), strict=True):
+            for piece, encoding in came.differences:
+                assert encoding.base is not None
+                start = one.start + piece.into
+                base = Piece(0, encoding.base, piece.offset, piece.length)
+                bases.append(_Sent(one.tensor, start, (base,)))
+                if piece.length == encoding.raw_bytes:
+                    self._added.setdefault(one.tensor, []).append((start, encoding))
+        if bases:
+            self._bring(bases, reads, adds=True)
+
+    def finish(self, number: int) -> torch.Tensor:
+        """The tensor. Raises BlockCorrupt if a delta and its base do not make the block."""
+        self._copies.hand_over()
+        for start, encoding in self._added.pop(number, ()):
+            found = fold_where_it_lies(self.bytes_on_device(number, start, encoding.raw_bytes))
+            if found != encoding.fold:
+                raise BlockCorrupt(f"block {encoding.block}: on the device it has another fold")
+        return super().finish(number)
+
+    def _bring(
+        self, sent: Sequence[_Sent], reads: ReadsUndecoded, *, adds: bool = False
+    ) -> list[Undecoded]:
+        """Read into a slab, and queue what becomes of it."""
+        came: list[tuple[int, Undecoded]] = []
+        with self._slab() as slab:
+            at = 0
+            for one in sent:
+                room = bytes_of(slab.memory[at : at + one.length])
+                came.append((at, Undecoded(one.pieces, room)))
+                at += one.length
+            reads.read_undecoded([undecoded for _, undecoded in came], are_bases=adds)
+            with self._tally.stage("place"), self._queueing:
+                for one, (begin, undecoded) in zip(sent, came, strict=True):
+                    into = self.bytes_on_device(one.tensor, one.start, one.length)
+                    self._queue(slab.memory, begin, undecoded, into, adds=adds)
+            slab.busy = self._copies.mark()
+        return [undecoded for _, undecoded in came]
+
+    def _queue(
+        self,
+        memory: torch.Tensor,
+        begin: int,
+        undecoded: Undecoded,
+        into: torch.Tensor,
+        *,
+        adds: bool,
+    ) -> None:
+        for run in undecoded.lying():
+            room = slice(begin + run.start, begin + run.start + run.length)
+            goes = into[run.start : run.start + run.length]
+            if run.codec is None and not adds:
+                self._copies.copy(goes, memory[room])
+            else:
+                self._copies.copy(self._scratch[room], memory[room])
+                self._copies.run(partial(put, run.codec, self._scratch[room], goes, adds=adds))

@@ -1,0 +1,44 @@
+"""Uses: that a version is loaded is noted, on this node and in the registry."""
+
+from __future__ import annotations
+
+import time
+
+from weightyard.errors import NoSuchThing, NotAllowed, Retryable
+from weightyard.loader.recent import Recent
+from weightyard.loader.remembered import Remembered
+from weightyard.logs import Log
+from weightyard.names import Ref
+from weightyard.records import Version
+from weightyard.transfer.catalogue import Catalogue
+
+_log = Log(__name__)
+
+_AGAIN_S = 60.0
+"""How long a use counts for those that follow: retention goes by days, and a process that loads
+again and again should not ask the registry twice each time."""
+
+_MOST = 1000
+
+
+class Uses:
+    """What one yard knows to be noted. Thread-safe. Noting never fails a load."""
+
+    def __init__(self, catalogue: Catalogue, remembered: Remembered) -> None:
+        self._catalogue = catalogue
+        self._remembered = remembered
+        self._marked: Recent[str, float] = Recent(_MOST)
+
+    def note(self, ref: Ref, version: Version) -> None:
+        """A ref means this version, which is being loaded."""
+        self._remembered.note(ref, version)
+        now = time.monotonic()
+        marked_at = self._marked.get(version.ref)
+        if marked_at is not None and now - marked_at < _AGAIN_S:
+            return
+        try:
+            self._catalogue.mark_used(Ref.parse(version.ref))
+        except (Retryable, NotAllowed, NoSuchThing) as why:
+            _log.warning("version.use_not_noted", version=version.ref, reason=why)
+        else:
+            self._marked.keep(version.ref, now, 1)

@@ -1,0 +1,120 @@
+"""Job: the ranks that train together, or a process alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from weightyard.closing import Closing
+from weightyard.errors import RankFailed
+from weightyard.loader.peers import Alone, Peers, Ranks
+from weightyard.storage.deadline import Deadline
+
+_Told = TypeVar("_Told")
+
+
+class Job(Closing):
+    """All ranks of the default group, which all make this and call it in the same order.
+
+    It has groups of its own, over gloo: what is saved in the background must not meet the
+    collectives of the training. Where there is no default group the process is alone.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self.ranks = 0, 1
+        self.group: dist.ProcessGroup | None = None
+        """For saving and loading checkpoints."""
+        self._wishes: _Wishes | None = None
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
+            self.group = _new_group()
+            self._wishes = _Wishes(_new_group())
+
+    @property
+    def is_first(self) -> bool:
+        return self.rank == 0
+
+    def first(self, step: Callable[[], _Told], doing: str) -> _Told:
+        """What the first rank's step comes to, a value of JSON, told to all.
+
+        Raises what it raises, on the others RankFailed.
+        """
+
+        def told() -> bytes:
+            return json.dumps(step()).encode() if self.is_first else b""
+
+        answer: _Told = json.loads(self._others().tell(told, doing)[0])
+        return answer
+
+    def each(self, step: Callable[[], _Told], doing: str) -> _Told:
+        """What this rank's step comes to, when all have done theirs.
+
+        Raises what it raises, and RankFailed where another rank's failed: no rank goes on alone.
+        """
+        answers: list[_Told] = []
+
+        def done() -> bytes:
+            answers.append(step())
+            return b""
+
+        self._others().tell(done, doing)
+        return answers[0]
+
+    def any_wish(self, *wishes: int) -> list[int]:
+        """The greatest that some rank wished of each at the last step; a process alone: wishes now.
+
+        0 wishes nothing. All ranks get the same answer at the same step, and none waits for
+        another: the wishes of a step travel while the next one is computed. Raises RankFailed.
+        """
+        return list(wishes) if self._wishes is None else self._wishes.exchanged(wishes)
+
+    def _others(self) -> Ranks:
+        return Alone() if self.group is None else Peers(self.group, Deadline.after(None))
+
+    def close(self) -> None:
+        if self._wishes is not None:
+            self._wishes.close()
+            dist.destroy_process_group(self.group)
+            self.group = self._wishes = None
+
+
+def _new_group() -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo")
+    assert isinstance(group, dist.ProcessGroup), "every rank is in it"
+    return group
+
+
+class _Wishes(Closing):
+    """One small collective for each step, begun in it and ended in the next."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._travelling: tuple[torch.Tensor, dist.Work] | None = None
+
+    def exchanged(self, wishes: tuple[int, ...]) -> list[int]:
+        try:
+            heard = self._heard()
+            # What is granted in this step, on all ranks, is not wished again in it.
+            still = [0 if heard and heard[at] else wish for at, wish in enumerate(wishes)]
+            wished = torch.tensor(still, dtype=torch.int32)
+            work = dist.all_reduce(wished, dist.ReduceOp.MAX, self._group, async_op=True)
+        except RuntimeError as why:
+            raise RankFailed([], f"some rank did not answer in a step: {why}") from why
+        assert work is not None
+        self._travelling = (wished, work)
+        return [0] * len(wishes) if heard is None else heard
+
+    def _heard(self) -> list[int] | None:
+        if self._travelling is None:
+            return None
+        wished, work = self._travelling
+        self._travelling = None
+        work.wait()
+        return [int(wish) for wish in wished]
+
+    def close(self) -> None:
+        dist.destroy_process_group(self._group)

@@ -1,0 +1,101 @@
+"""Packing: what an object says of its state, as items of a checkpoint, and back again.
+
+torch's checkpoint takes nested state apart by itself, but loses what is empty and turns keys that
+are numbers into text. So the tensors of a value are items of their own, and all the rest of it is
+one item: a tuple, which torch leaves whole, of the value without its tensors and their paths in it.
+
+    {"loss": [0.5], 3: tensor}   →   data: ({"loss": [0.5], 3: None}, [[3]])   data.3: tensor
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from weightyard.errors import Damaged, Refused
+from weightyard.trainer.state import MAX_DEPTH, PathKey, check_object
+
+Items: TypeAlias = dict[str, Any]
+"""What a checkpoint saves or loads: tensors and objects by FQN."""
+
+
+def pack(name: str, value: object) -> Items:
+    """A value as items. Raises Refused for what cannot be saved, naming its keys."""
+    tensors: dict[str, torch.Tensor] = {}
+    paths: list[list[PathKey]] = []
+
+    def hollow(node: Any, path: tuple[PathKey, ...]) -> Any:
+        if len(path) > MAX_DEPTH:
+            raise Refused(f"{name}: over {MAX_DEPTH} containers in each other")
+        if isinstance(node, torch.Tensor):
+            fqn = ".".join(map(str, (name, *path)))
+            if fqn in tensors:
+                raise Refused(f"{fqn}: two tensors of the state would have this name")
+            tensors[fqn] = node.detach()
+            paths.append(list(path))
+            return None
+        if type(node) is dict or type(node) is OrderedDict:  # as modules give it
+            return {key: hollow(one, (*path, key)) for key, one in node.items()}
+        if type(node) is list or type(node) is tuple:
+            return type(node)(hollow(one, (*path, at)) for at, one in enumerate(node))
+        return node
+
+    rest = hollow(value, ())
+    check_object(rest, name)
+    return {name: (rest, paths), **tensors}
+
+
+def places(name: str, metadata: Metadata, live: Items) -> Items:
+    """Where to load a packed value to: into the tensors it has now where they fit, else new ones.
+
+    Empty if the checkpoint does not have it.
+    """
+    known = metadata.state_dict_metadata
+    if name not in known:
+        return {}
+    wanted: Items = {name: None}
+    for fqn, entry in known.items():
+        if not fqn.startswith(f"{name}.") or not isinstance(entry, TensorStorageMetadata):
+            continue
+        now = live.get(fqn)
+        dtype = entry.properties.dtype
+        if isinstance(now, torch.Tensor) and now.shape == entry.size and now.dtype == dtype:
+            wanted[fqn] = now
+        else:
+            wanted[fqn] = torch.empty(entry.size, dtype=dtype)
+    return wanted
+
+
+def unpack(name: str, items: Mapping[str, Any]) -> Any:
+    """The value that was packed. Raises Damaged if the items do not make one."""
+    match items.get(name):
+        case (rest, list(paths)):
+            pass
+        case _:
+            raise Damaged(f"{name}: not what a run saves of an object")
+    if not all(isinstance(path, list) and _are_keys(path) for path in paths):
+        raise Damaged(f"{name}: a tensor's path is no list of keys")
+    tensors = {tuple(path): ".".join(map(str, (name, *path))) for path in paths}
+    if missing := sorted(set(tensors.values()) - items.keys()):
+        raise Damaged(f"{name}: the checkpoint lacks its tensor {missing[0][:200]}")
+    return _filled(rest, (), {path: items[fqn] for path, fqn in tensors.items()})
+
+
+def _are_keys(path: Sequence[object]) -> bool:
+    return all(type(key) is str or type(key) is int for key in path)
+
+
+def _filled(
+    node: Any, path: tuple[PathKey, ...], tensors: Mapping[Sequence[PathKey], torch.Tensor]
+) -> Any:
+    if path in tensors:
+        return tensors[path]
+    if isinstance(node, dict):
+        return {key: _filled(one, (*path, key), tensors) for key, one in node.items()}
+    if isinstance(node, list | tuple):
+        return type(node)(_filled(one, (*path, at), tensors) for at, one in enumerate(node))
+    return node

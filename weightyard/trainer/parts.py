@@ -1,0 +1,347 @@
+"""Parts: the objects of a run, each as items of a checkpoint.
+
+A module's tensors go by the names it gives them, below the name the run gives it. An optimizer's
+state goes by the names of parameters, so that other ranks can take it over. What else there is
+says its state by itself, as torch's Stateful does. What is iterated over, such as a loader, and
+the state of a communication hook are each rank's own and saved for every rank.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+
+from weightyard.errors import DoesNotFit, Refused, TooLarge
+from weightyard.loader.state import dtype_of
+from weightyard.logs import Log
+from weightyard.names import is_tensor_name
+from weightyard.trainer.hooks import HookState, is_hook
+from weightyard.trainer.packing import Items, pack, places, unpack
+from weightyard.trainer.state import State, encode
+
+_log = Log(__name__)
+
+RANKS = "ranks"
+"""How many there were; below it, what is each rank's own."""
+
+STEP = "step"
+RNG = "rng"
+
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*", re.ASCII)
+_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+
+
+class Part(ABC):
+    """One object of a run. Call order: `items` for each save; `places`, then `restore`, to load."""
+
+    name: str
+
+    @abstractmethod
+    def items(self) -> Items:
+        """What is saved of it. Raises Refused, naming what cannot be."""
+
+    @abstractmethod
+    def places(self, metadata: Metadata) -> Items:
+        """Where to load it to, as far as the checkpoint has it; objects as None."""
+
+    @abstractmethod
+    def restore(self, items: Mapping[str, Any]) -> None:
+        """Take over what was loaded to those places."""
+
+
+class ModelPart(Part):
+    """A module, wrapped or not."""
+
+    def __init__(self, name: str, module: torch.nn.Module) -> None:
+        self.name = name
+        self.module = module
+
+    def items(self) -> Items:
+        items: Items = {}
+        for key, value in get_model_state_dict(self.module).items():
+            fqn = f"{self.name}.{key}"
+            items |= {fqn: value} if isinstance(value, torch.Tensor) else pack(fqn, value)
+        return items
+
+    def places(self, metadata: Metadata) -> Items:
+        live = self.items()
+        wanted: Items = {}
+        for key, value in get_model_state_dict(self.module).items():
+            fqn = f"{self.name}.{key}"
+            if isinstance(value, torch.Tensor):
+                wanted[fqn] = value
+            else:
+                wanted |= places(fqn, metadata, live)
+        return wanted
+
+    def restore(self, items: Mapping[str, Any]) -> None:
+        state: dict[str, Any] = {}
+        for key, value in get_model_state_dict(self.module).items():
+            fqn = f"{self.name}.{key}"
+            is_tensor = isinstance(value, torch.Tensor)
+            state[key] = items[fqn] if is_tensor else unpack(fqn, items)
+        set_model_state_dict(self.module, state)
+
+
+class OptimizerPart(Part):
+    """An optimizer of a module's parameters."""
+
+    def __init__(
+        self, name: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer
+    ) -> None:
+        self.name = name
+        self._module = module
+        self._optimizer = optimizer
+
+    def items(self) -> Items:
+        with _unstepped(self._optimizer):
+            try:
+                state = get_optimizer_state_dict(self._module, self._optimizer, options=_FLAT)
+            except NotImplementedError as why:
+                raise Refused(f"{self.name}: {why}") from why
+        return {f"{self.name}.{key}": value for key, value in state.items()}
+
+    def places(self, metadata: Metadata) -> Items:
+        """An optimizer that has not stepped has no state: it gets what the checkpoint has."""
+        with _unstepped(self._optimizer):
+            state: Any = get_optimizer_state_dict(self._module, self._optimizer)
+        named = state["param_groups"]
+        names = {fqn for group in named for fqn in group["params"]}
+        saved = _saved_states(f"{self.name}.state.", names, metadata)
+        self._optimizer.state.clear()
+        for group, theirs in zip(self._optimizer.param_groups, named, strict=True):
+            for parameter, fqn in zip(group["params"], theirs["params"], strict=True):
+                if fqn in saved:
+                    self._optimizer.state[parameter] = _state_like(parameter, saved[fqn])
+        return self.items()
+
+    def restore(self, items: Mapping[str, Any]) -> None:
+        start = len(self.name) + 1
+        state = {key[start:]: items[key] for key in items if key.startswith(f"{self.name}.")}
+        with _unstepped(self._optimizer):
+            set_optimizer_state_dict(self._module, self._optimizer, state, options=_FLAT)
+
+
+@contextmanager
+def _unstepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Keep torch from stepping an optimizer that has no state, in order to know it.
+
+    The gradients would be zeros, but Adam counts the step. An empty entry is enough of a state.
+    """
+    if optimizer.state:
+        yield
+        return
+    first = optimizer.param_groups[0]["params"][0]
+    optimizer.state[first] = {}
+    try:
+        yield
+    finally:
+        if not optimizer.state[first]:
+            del optimizer.state[first]
+
+
+def _saved_states(
+    prefix: str, names: Collection[str], metadata: Metadata
+) -> dict[str, dict[str, object]]:
+    """What a checkpoint has of the state of each parameter: its entries by their keys."""
+    saved: dict[str, dict[str, object]] = {}
+    for fqn, entry in metadata.state_dict_metadata.items():
+        if not fqn.startswith(prefix):
+            continue
+        keys = fqn[len(prefix) :].split(".")
+        for end in range(len(keys) - 1, 0, -1):
+            if (name := ".".join(keys[:end])) in names:
+                saved.setdefault(name, {})[".".join(keys[end:])] = entry
+                break
+    return saved
+
+
+def _state_like(parameter: torch.Tensor, entries: Mapping[str, object]) -> dict[str, Any]:
+    """An optimizer's state of a parameter as it was saved, to be loaded into."""
+    state: dict[str, Any] = {}
+    for keys, entry in entries.items():
+        value: Any = 0
+        if isinstance(entry, TensorStorageMetadata):
+            dtype = entry.properties.dtype
+            if entry.size == parameter.shape:  # cut over the ranks as the parameter is
+                value = torch.zeros_like(parameter.detach(), dtype=dtype)
+            else:
+                value = torch.zeros(entry.size, dtype=dtype)
+        *outer, last = keys.split(".")
+        inside = state
+        for key in outer:
+            inside = inside.setdefault(key, {})
+        inside[last] = value
+    return state
+
+
+class ObjectPart(Part):
+    """Something that says its state by itself, the same on all ranks."""
+
+    def __init__(self, name: str, value: Stateful) -> None:
+        self.name = name
+        self.value = value
+
+    def items(self) -> Items:
+        return pack(self._saved_as, self.value.state_dict())
+
+    def places(self, metadata: Metadata) -> Items:
+        return places(self._loaded_from(metadata), metadata, self.items())
+
+    def restore(self, items: Mapping[str, Any]) -> None:
+        (name,) = (fqn for fqn in items if not isinstance(items[fqn], torch.Tensor))
+        self.value.load_state_dict(unpack(name, items))
+
+    @property
+    def _saved_as(self) -> str:
+        return self.name
+
+    def _loaded_from(self, metadata: Metadata) -> str:
+        return self.name
+
+
+class RankPart(ObjectPart):
+    """Something each rank has a state of its own of.
+
+    With another number of ranks every rank gets what the first one saved.
+    """
+
+    def __init__(self, name: str, value: Stateful, rank: int, ranks: int) -> None:
+        super().__init__(name, value)
+        self._rank, self._ranks = rank, ranks
+
+    def restore(self, items: Mapping[str, Any]) -> None:
+        super().restore(items)
+        if self._saved_as not in items and isinstance(self.value, HookState):
+            self.value.forget_unsent()
+        # A loader of torchdata goes to its place when it is next asked for something, and draws
+        # random numbers on the way: better now than after the generators are put back.
+        self.value.state_dict()
+
+    @property
+    def _saved_as(self) -> str:
+        return f"{RANKS}.{self._rank}.{self.name}"
+
+    def _loaded_from(self, metadata: Metadata) -> str:
+        saved = saved_ranks(metadata)
+        if saved != self._ranks:
+            _log.info("run.from_first_rank", part=self.name, saved_ranks=saved, ranks=self._ranks)
+            return f"{RANKS}.0.{self.name}"
+        return self._saved_as
+
+
+def saved_ranks(metadata: Metadata) -> int:
+    """How many ranks saved a checkpoint."""
+    return sum(
+        fqn.startswith(f"{RANKS}.") and fqn.endswith(f".{RNG}") and fqn.count(".") == 2
+        for fqn in metadata.state_dict_metadata
+    )
+
+
+def parts_of(state: Mapping[str, Any], rank: int, ranks: int) -> list[Part]:
+    """What a run's state consists of, in the order in which it is restored.
+
+    Raises Refused for a name or an object that does not fit.
+    """
+    modules = {name: one for name, one in state.items() if isinstance(one, torch.nn.Module)}
+    parts: list[Part] = [ModelPart(name, module) for name, module in modules.items()]
+    own: list[Part] = []
+    for name, value in state.items():
+        if not _NAME.fullmatch(name) or name in (RANKS, STEP, RNG):
+            raise Refused(
+                f"state {name!r:.80}: a name has letters, digits, '_' and '-', begins with a "
+                f"letter, and is not {RANKS}, {STEP} or {RNG}"
+            )
+        if isinstance(value, torch.nn.Module):
+            continue
+        if isinstance(value, torch.optim.Optimizer):
+            parts.append(OptimizerPart(name, _module_of(name, value, modules.values()), value))
+        elif is_hook(value):
+            own.append(RankPart(name, HookState(value, modules.values()), rank, ranks))
+        elif not isinstance(value, Stateful):
+            raise Refused(
+                f"state {name}: a {type(value).__name__} has no state_dict and load_state_dict"
+            )
+        elif isinstance(value, Iterable):
+            own.append(RankPart(name, value, rank, ranks))
+        else:
+            parts.append(ObjectPart(name, value))
+    return parts + own
+
+
+def _module_of(
+    name: str, optimizer: torch.optim.Optimizer, modules: Collection[torch.nn.Module]
+) -> torch.nn.Module:
+    """The module whose parameters an optimizer has. Raises Refused."""
+    wanted = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    for module in modules:
+        if wanted <= {id(parameter) for parameter in module.parameters()}:
+            return module
+    raise Refused(
+        f"state {name}: no module of the state has all parameters of this optimizer; put the "
+        "modules it trains into one, and that into the state"
+    )
+
+
+def check_items(items: Items) -> None:
+    """Refuse what could not be saved. Raises Refused, naming it; TooLarge."""
+    objects: Items = {}
+    for fqn, value in items.items():
+        if not is_tensor_name(fqn):
+            raise Refused(f"{fqn[:200]!a} cannot be the name of a value in a checkpoint")
+        if not isinstance(value, torch.Tensor):
+            objects[fqn] = value
+            continue
+        if value.layout is not torch.strided or value.is_quantized:
+            raise Refused(f"{fqn}: a tensor that is sparse or quantized cannot be saved")
+        if value.is_meta:
+            raise Refused(f"{fqn}: a tensor on the meta device has no values to save")
+        dtype_of(fqn, value)
+    try:
+        encode(State(objects, {fqn: (fqn,) for fqn in items}))
+    except TooLarge as why:
+        largest = max(objects, key=lambda fqn: _encoded_bytes(fqn, objects[fqn]))
+        raise TooLarge(f"{largest}: {why}") from why
+
+
+def _encoded_bytes(fqn: str, value: object) -> float:
+    try:
+        return len(encode(State({fqn: value})))
+    except TooLarge:
+        return math.inf
+
+
+def require_known(wanted: Items, metadata: Metadata, ref: str, part: str) -> None:
+    """See that a checkpoint has what a part wants, in shape too. Raises DoesNotFit."""
+    known = metadata.state_dict_metadata
+    missing = [fqn for fqn in wanted if fqn not in known]
+    if missing or not wanted:
+        raise DoesNotFit(
+            f"{ref} has no {', '.join(missing[:5]) or part}; to begin {part} anew give "
+            f"exclude_from_loading=[{part!r}]",
+            missing or [part],
+            [],
+        )
+    for fqn, value in wanted.items():
+        entry = known[fqn]
+        if isinstance(entry, TensorStorageMetadata) is not isinstance(value, torch.Tensor):
+            continue
+        if isinstance(entry, TensorStorageMetadata) and entry.size != value.shape:
+            raise DoesNotFit(
+                f"{ref}: {fqn} has shape {tuple(entry.size)}, here {tuple(value.shape)}", [fqn], []
+            )

@@ -1,0 +1,413 @@
+"""TrainRun: a training loop that checkpoints into a yard, resumes from it, and publishes."""
+
+from __future__ import annotations
+
+import math
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+
+from weightyard.closing import Closing
+from weightyard.errors import BadSetting, Damaged, NoSuchThing, Retryable
+from weightyard.logs import Log
+from weightyard.names import AliasName, ModelName, Ref, Step
+from weightyard.records import KeepBest, Publication, Retention, Version
+from weightyard.trainer import rng
+from weightyard.trainer.job import Job
+from weightyard.trainer.packing import Items
+from weightyard.trainer.parts import (
+    RANKS,
+    RNG,
+    STEP,
+    ModelPart,
+    Part,
+    RankPart,
+    check_items,
+    parts_of,
+    require_known,
+    saved_ranks,
+)
+from weightyard.trainer.publishing import (
+    Published,
+    plan_export,
+    publish_checkpoint,
+    ties_of,
+)
+from weightyard.trainer.reader import YardReader
+from weightyard.trainer.saving import Leaving, Save, Saver, Schedule, plain_errors, quiet_alone
+from weightyard.trainer.writer import YardWriter
+from weightyard.transfer.catalogue import Catalogue
+
+if TYPE_CHECKING:
+    from weightyard.yard import Yard
+
+_log = Log(__name__)
+
+_LOOKED_AT = 100
+"""Newest checkpoints among which a resume looks for one that is not damaged."""
+
+
+class TrainRun(Closing):
+    """A run of a training job. All ranks make one and call the same methods in the same order.
+
+        with TrainRun(yard, "team/run42", state={"model": m, "optim": o, "data": loader}) as run:
+            run.resume()
+            for batch in loader:
+                …
+                run.step({"loss": loss.item()})
+            run.publish("team/bert", alias="candidate")
+
+    The state's objects are modules and optimizers, wrapped or not, and whatever has `state_dict`
+    and `load_state_dict`: schedulers, scalers, loaders, samplers; also the state of a PowerSGD
+    hook. They hold tensors, None, bool, int, float, str, bytes, lists, tuples, and dicts with keys
+    of text or int. What does not fit is refused when the run is made, by its name. What is
+    iterated over is each rank's own. The random number generators of Python, NumPy and torch are
+    saved with them.
+
+    A resumed run with as many ranks goes on bit for bit where torch is told to be deterministic.
+    A plain DataLoader draws a random number whenever it is iterated: give it a `generator` of its
+    own, so that beginning in the middle of an epoch draws none from the others.
+
+    On SIGTERM the step that is computed is ended and saved, and the process leaves.
+    """
+
+    def __init__(
+        self,
+        yard: Yard,
+        name: str,
+        state: Mapping[str, Any],
+        *,
+        interval: int | None = 500,
+        interval_s: float | None = None,
+        keep_latest_k: int | None = None,
+        keep_every: int | None = None,
+        keep_best: KeepBest | None = None,
+        async_mode: Literal["disabled", "async"] = "disabled",
+        export_dtype: torch.dtype | str | None = None,
+        load_step: int | None = None,
+        exclude_from_loading: Sequence[str] = (),
+        seed: int = 0,
+        signals: Sequence[signal.Signals] = (signal.SIGTERM,),
+        **writing: Any,
+    ) -> None:
+        """Nothing is written yet, and no run is taken over.
+
+        `interval`, `interval_s`: steps, and seconds, from one checkpoint to the next; None: not by
+        these. `keep_latest_k`, `keep_every`, `keep_best`: which checkpoints stay, the newest ones,
+        steps that are multiples, the best by a metric; without any of them all stay.
+        `async_mode`: "async" saves in the background, from a copy in host memory; one that fails
+        is raised by the `step` in which all ranks know it. `export_dtype`: published weights are
+        cast to it. `load_step`: resume from this step instead of the newest.
+        `exclude_from_loading`: names in the state (and "rng") that a resume leaves as they are.
+        `seed`: from it random numbers are derived where a run goes on with another number of
+        ranks. `signals`: on which to save and leave. `writing`: as of YardWriter.
+        Raises Refused, naming what cannot be saved; BadSetting, InvalidName.
+        """
+        if async_mode not in ("disabled", "async"):
+            raise BadSetting(f"async_mode={async_mode!r}: 'disabled' or 'async'")
+        self._yard = yard
+        self.name = ModelName.parse(name)
+        self._schedule = Schedule(interval, interval_s)
+        self._retention = _retention(keep_latest_k, keep_every, keep_best)
+        self._export_dtype = _dtype(export_dtype)
+        self._load_step = None if load_step is None else Step(load_step)
+        self._seed = seed
+        self._excluded = frozenset(exclude_from_loading)
+        self.steps = 0
+        """How many are done, those before a resume included."""
+        self.generation: int | None = None
+        """The run's, since this job took it over."""
+        self._metrics: dict[str, float] = {}
+        self.job = Job()
+        self._rng = RankPart(RNG, rng.Rng(), self.job.rank, self.job.ranks)
+        self._parts: list[Part] = []
+        with ExitStack() as opened:
+            opened.callback(self.job.close)
+            self.job.each(lambda: self._look_at(state), "looking at the state")
+            self._writer = YardWriter(yard, name, **writing)
+            opened.pop_all()
+        in_background = async_mode == "async"
+        self._saver = Saver(self._writer, self.job, self._let_go, in_background=in_background)
+        self._leaving = Leaving(signals)
+
+    def resume(self) -> int | None:
+        """Take the run over and go on from its newest checkpoint; its step, or None if it is new.
+
+        From here on no process that had the run before can save. Of several that begin at once
+        one succeeds. Raises RunTakenOver, DoesNotFit, NoSuchThing for a step that is not there.
+        """
+        self._saver.wait()
+        self._begin()
+        ref = self.job.first(self._found, "finding a checkpoint")
+        if ref is None:
+            return None
+        self._load(ref)
+        _log.info("run.resumed", run=self.name, checkpoint=ref, step=self.steps)
+        return self.steps
+
+    def step(self, metrics: Mapping[str, Any] | None = None) -> None:
+        """Say that a step is done; call it after the optimizer's. Saves if that is due.
+
+        `metrics` are kept with the checkpoint, those of rank 0. Raises what a save in the
+        background failed of, on all ranks at the same step: RankFailed where it did not fail
+        itself; RunTakenOver. After a signal: saves, then SystemExit.
+        """
+        self.steps += 1
+        self._metrics = _finite(metrics or {})
+        by_time = self.job.is_first and self._schedule.is_due_by_time()
+        must_leave, is_due, failed = self.job.any_wish(
+            self._leaving.is_asked, by_time, self._saver.failed
+        )
+        self._saver.check(failed)
+        if must_leave:
+            self.save(wait=True)
+            _log.info("run.left", run=self.name, step=self.steps)
+            self._leaving.leave()
+        if is_due or self._schedule.is_due_by_step(self.steps):
+            self.save()
+
+    def save(self, *, wait: bool = False) -> None:
+        """Make a checkpoint of the last step now, unless it has one.
+
+        With `async_mode="async"` it is begun, and `wait` waits for its end. Raises what saving
+        raises, also the one before.
+        """
+        if self._saver.step != self.steps:
+            if self.generation is None:
+                self._begin()
+            self._saver.save(Save(self.steps, self._items(), self._metrics))
+            self._schedule.saved()
+        if wait:
+            self._saver.wait()
+
+    def publish(
+        self,
+        name: str,
+        *,
+        alias: str | None = None,
+        model: str = "model",
+        rename: Callable[[str], str | None] | None = None,
+        consolidate: bool = False,
+        message: str = "",
+        metrics: Mapping[str, Any] | None = None,
+        tags: Mapping[str, str] | None = None,
+    ) -> Published | None:
+        """Publish the weights of the last step as a version of a model. Saves it first.
+
+        Nothing is copied: the version is made of the checkpoint's blocks, but for tensors that
+        `export_dtype` casts. `consolidate` writes each tensor as a push of the state dict would,
+        so that its blocks are those of pushed files. `model`: the name in the state. `rename`:
+        from a tensor's name in the module to the published one; None leaves it out. Tags say
+        run and step; the checkpoint itself may be removed later.
+
+        All ranks call it. The first one publishes and has the version, the others have None.
+        Raises as `yard.push` does.
+        """
+        self.save(wait=True)
+        if not self.job.is_first:
+            return None
+        part = next((one for one in self._parts if one.name == model), None)
+        if not isinstance(part, ModelPart):
+            raise BadSetting(f"model={model!r}: the state has no module of this name")
+        checkpoint = self._saved_version()
+        prefix = f"{model}."
+
+        def renamed(fqn: str) -> str | None:
+            if not fqn.startswith(prefix):
+                return None
+            return rename(fqn[len(prefix) :]) if rename is not None else fqn[len(prefix) :]
+
+        manifest = self._yard.manifest(checkpoint.ref)
+        export = plan_export(
+            manifest,
+            renamed,
+            dtype=self._export_dtype,
+            consolidate=consolidate,
+            ties=ties_of(part.items()),
+        )
+        publication = Publication(
+            message=message,
+            alias=AliasName(alias).text if alias is not None else None,
+            metrics=_finite(metrics) if metrics is not None else checkpoint.metrics,
+            tags={"run": str(self.name), "step": str(checkpoint.step), **(tags or {})},
+        )
+        return publish_checkpoint(
+            self._yard,
+            checkpoint,
+            ModelName.parse(name),
+            publication,
+            export,
+            manifest,
+            self._export_dtype,
+        )
+
+    def close(self) -> None:
+        """End what is under way in the background. Raises what it failed of."""
+        try:
+            self._saver.close()
+        finally:
+            self._leaving.close()
+            self._writer.close()
+            self.job.close()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        at: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except BaseException as why:
+            if error is None:
+                raise
+            # What ended the loop is the news; why the last save failed often follows from it.
+            _log.warning("run.not_saved", run=self.name, reason=why)
+
+    def _look_at(self, state: Mapping[str, Any]) -> None:
+        """Refuse now what could not be saved in hours."""
+        self._parts = parts_of(state, self.job.rank, self.job.ranks)
+        if unknown := self._excluded - {part.name for part in (*self._parts, self._rng)}:
+            raise BadSetting(f"exclude_from_loading: the state has no {', '.join(sorted(unknown))}")
+        check_items(self._items())
+
+    def _items(self) -> Items:
+        items: Items = {STEP: self.steps, RANKS: self.job.ranks}
+        for part in (*self._parts, self._rng):
+            items |= part.items()
+        return items
+
+    def _begin(self) -> None:
+        """Take the run over."""
+        self.generation = self.job.first(self._take_over, "taking the run over")
+        self._writer.generation = self.generation
+
+    def _take_over(self) -> int:
+        catalogue = self._yard.catalogue
+        try:
+            current = catalogue.run(self.name).generation
+        except NoSuchThing:
+            current = 0
+        taken = catalogue.begin_generation(self.name, expect=current)
+        if self._retention is not None:
+            catalogue.set_retention(self.name, self._retention)
+        self._yard.settle()
+        return taken.generation
+
+    def _found(self) -> str | None:
+        """The checkpoint to go on from. Nobody else adds one any more."""
+        return checkpoint_to_resume(self._yard.catalogue, self.name, self._load_step)
+
+    def _load(self, ref: str) -> None:
+        group = self.job.group
+        reader = YardReader(self._yard, ref, process_group=group, no_dist=group is None)
+        metadata = reader.read_metadata()
+        is_same = saved_ranks(metadata) == self.job.ranks
+        loaded = [part for part in self._parts if part.name not in self._excluded]
+        if is_same and RNG not in self._excluded:
+            loaded.append(self._rng)  # the last one: positioning loaders draws numbers
+
+        def placed() -> dict[str, Items]:
+            found = {part.name: part.places(metadata) for part in loaded}
+            for name, wanted in found.items():
+                require_known(wanted, metadata, ref, name)
+            return found
+
+        places = self.job.each(placed, "comparing the state with the checkpoint")
+        items: Items = {STEP: None}
+        for wanted in places.values():
+            items |= wanted
+        with plain_errors(), quiet_alone(group is None):
+            load_checkpoint(
+                items, storage_reader=reader, process_group=group, no_dist=group is None
+            )
+        step = items[STEP]
+        if type(step) is not int or step < 0:
+            raise Damaged(f"{ref}: its step is {step!r:.80}")
+        for part in loaded:
+            part.restore({fqn: items[fqn] for fqn in places[part.name]})
+        if not is_same and RNG not in self._excluded:
+            rng.derive(self._seed, step, self.job.rank)
+            _log.info(
+                "run.rng_derived",
+                checkpoint=ref,
+                saved_ranks=saved_ranks(metadata),
+                ranks=self.job.ranks,
+                seed=self._seed,
+                step=step,
+            )
+        self.steps = self._saver.step = step
+        self._schedule.saved()
+
+    def _saved_version(self) -> Version:
+        made = self._writer.version
+        if made is not None and made.step == self.steps:
+            return made
+        return self._yard.catalogue.resolve(Ref(self.name, Step(self.steps)))
+
+    def _let_go(self) -> None:
+        """Remove the checkpoints that are kept no longer."""
+        if self._retention is None:
+            return
+        try:
+            gone = self._yard.catalogue.apply_retention(self.name)
+        except Retryable as why:
+            _log.warning("run.retention_waits", run=self.name, reason=why)  # the next save does it
+            return
+        if gone:
+            _log.info("run.let_go", checkpoints=",".join(gone))
+            self._yard.settle()
+
+
+def checkpoint_to_resume(
+    catalogue: Catalogue, run: ModelName, step: Step | None = None
+) -> str | None:
+    """The ref of the newest checkpoint that is whole, or of a step's; None if the run has none.
+
+    Raises NoSuchThing for a step that is not there, Damaged if none of the newest is whole.
+    """
+    if step is not None:
+        return catalogue.resolve(Ref(run, step)).ref
+    try:
+        found = catalogue.versions(run, limit=_LOOKED_AT)
+    except NoSuchThing:
+        return None
+    for version in found:
+        if not version.damaged:
+            return version.ref
+        _log.warning("run.checkpoint_damaged", checkpoint=version.ref, step=version.step)
+    if found:
+        raise Damaged(f"{run}: the newest {len(found)} checkpoints are damaged")
+    return None
+
+
+def _retention(latest: int | None, every: int | None, best: KeepBest | None) -> Retention | None:
+    if latest is None and every is None and best is None:
+        return None
+    for name, value in (("keep_latest_k", latest), ("keep_every", every)):
+        if value is not None and value < 1:
+            raise BadSetting(f"{name}={value}: at least 1, or None")
+    return Retention(keep_last=latest, keep_every=every, keep_best=best)
+
+
+def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
+    found = getattr(torch, asked, None) if isinstance(asked, str) else asked
+    if found is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise BadSetting(f"export_dtype={asked!r}: a floating-point type of torch")
+    if found is None and asked is not None:
+        raise BadSetting(f"export_dtype={asked!r}: torch has no such type")
+    return found
+
+
+def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Metrics as numbers; those that are none, or not finite, are left out."""
+    numbers = {name: float(value) for name, value in metrics.items()}
+    odd = [name for name, value in numbers.items() if not math.isfinite(value)]
+    if odd:
+        _log.warning("run.metrics_not_finite", metrics=",".join(odd))
+    return {name: value for name, value in numbers.items() if math.isfinite(value)}

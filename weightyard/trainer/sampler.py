@@ -1,0 +1,249 @@
+"""GlobalOffsetSampler: which samples a rank gets, whatever the number of ranks was before.
+
+Samples stand in one endless line: the order of epoch 0, then that of epoch 1, and so on. Each
+order is a function of seed and epoch alone. Ranks take from the line in turns, so after equally
+many samples on every rank what was consumed is the beginning of the line and nothing else. A place
+in the line is all there is to save; any number of ranks can go on from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from weightyard.errors import Refused
+from weightyard.logs import Log
+
+_log = Log(__name__)
+
+_T = TypeVar("_T")
+
+MAX_COUNT = 1 << 53
+"""Samples in an epoch, and epochs: exact in every JSON reader."""
+
+_KEYS = ("epoch", "seed", "consumed", "length")
+
+
+class GlobalOffsetSampler(Sampler[int]):
+    """Gives each rank its samples; saved on four ranks it goes on with three or six.
+
+    No sample of an epoch is lost or comes twice. All ranks get equally many: what is missing in
+    the last turn of an epoch is taken from the beginning of the next one, which goes on after it.
+
+        sampler = GlobalOffsetSampler(len(dataset), seed=1)
+        loader = DataLoader(dataset, batch_size=32, sampler=sampler, num_workers=4)
+        run = TrainRun(yard, "team/run42", state={…, "data": sampler})
+        while sampler.epoch < 10:
+            for batch in sampler.batches(loader):
+                …
+
+    `batches` counts what the loop was given, not what workers fetched ahead. torchdata's
+    StatefulDataLoader counts by itself: there `for batch in loader` and `"data": loader` do too.
+    Where neither counts, the place that is saved stays what it was; a log line says so.
+    Leave `set_epoch` out: the next iteration goes on where the last one ended.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        *,
+        seed: int | None = 0,
+        rank: int | None = None,
+        ranks: int | None = None,
+    ) -> None:
+        """`length`: of the dataset. `seed` None: in the dataset's own order, every epoch.
+
+        `rank`, `ranks`: those of torch.distributed if nothing is said; alone if there is none.
+        Raises Refused.
+        """
+        if (rank is None) is not (ranks is None):
+            raise Refused("a sampler needs rank and ranks, or neither")
+        if rank is None or ranks is None:
+            is_joined = dist.is_available() and dist.is_initialized()
+            rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
+        if not 0 <= rank < ranks:
+            raise Refused(f"rank {rank} of {ranks} ranks: ranks count from 0")
+        if not 0 < length <= MAX_COUNT:
+            raise Refused(f"a dataset of {length} samples; 1 to {MAX_COUNT} can be sampled")
+        self._length, self._rank, self._ranks = length, rank, ranks
+        self._seed = None if seed is None else _counted(seed, "seed")
+        self._place = 0
+        self._end_of_pass: int | None = None
+        self._has_given = False  # samples, since a state was loaded
+        self._is_state_taken = False  # after those
+        self._may_warn = True  # until somebody counts, or was told that nobody does
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the next sample to be consumed."""
+        return self._place // self._length
+
+    @property
+    def consumed(self) -> int:
+        """How many samples of that epoch all ranks together have consumed."""
+        return self._place % self._length
+
+    def __iter__(self) -> Iterator[int]:
+        """This rank's samples from here to the end of the epoch."""
+        return _Pass(self, self._begin())
+
+    def __len__(self) -> int:
+        """How many samples that would be."""
+        return self._turns_left(self._begin())
+
+    def batches(self, loader: Iterable[_T]) -> Iterator[_T]:
+        """The batches of a DataLoader over this sampler; each counts as consumed when it is given.
+
+        Workers may be any number of batches ahead: what the loop was not given is given again
+        after a resume, and by the next call if the loop is left early. With `drop_last` what was
+        dropped counts as consumed. Raises Refused if the loader does not say its batch size.
+        """
+        size = _batch_size(loader)
+        self._end_of_pass = None
+        self._may_warn = False
+        iterator = iter(loader)  # a StatefulDataLoader puts the sampler where it was saved
+        begin = self._begin()
+        turns = self._turns_left(begin)
+        given = 0
+        try:
+            for batch in iterator:
+                given = min(given + size, turns)
+                self._place = begin + given * self._ranks
+                yield batch
+            self._place = begin + turns * self._ranks
+        finally:
+            self._end_of_pass = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place in the line, the same on all ranks."""
+        self._is_state_taken = self._has_given
+        return self._state_at(self._place)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a sampler was, of any number of ranks. Its seed is taken over too.
+
+        Raises Refused if it was over another number of samples: the line would be another one.
+        """
+        if set(state) != set(_KEYS):
+            raise Refused(f"a sampler's state has {', '.join(_KEYS)}, not {sorted(state)!r:.200}")
+        if state["length"] != self._length:
+            raise Refused(
+                f"the state is of a dataset of {state['length']!r:.40} samples, this one has "
+                f"{self._length}: what was consumed of it cannot be told"
+            )
+        epoch, consumed = (_counted(state[key], key) for key in ("epoch", "consumed"))
+        if consumed >= self._length:
+            raise Refused(f"{consumed} of {self._length} samples consumed: the epoch would be over")
+        self._seed = None if state["seed"] is None else _counted(state["seed"], "seed")
+        self._place = epoch * self._length + consumed
+        self._end_of_pass = None
+        self._has_given = False
+
+    def _note_given(self) -> None:
+        """A pass gives a sample. Warns, once, if a state was taken that does not count the others.
+
+        Only now: a StatefulDataLoader asks the sampler for its state before it asks the pass.
+        """
+        self._has_given = True
+        if self._is_state_taken and self._may_warn:
+            self._may_warn = False
+            _log.warning(
+                "sampler.not_counted",
+                place=self._place,
+                reason="a state was saved while samples are given that nobody counts: iterate "
+                "over sampler.batches(loader)",
+            )
+
+    def _begin(self) -> int:
+        """Where the next pass begins: after the last one, if nobody counts what it gave."""
+        return self._place if self._end_of_pass is None else self._end_of_pass
+
+    def _turns_left(self, place: int) -> int:
+        """How often the ranks take turns until the epoch of a place is used up."""
+        return -(-(self._length - place % self._length) // self._ranks)
+
+    def _state_at(self, place: int) -> dict[str, Any]:
+        epoch, consumed = divmod(place, self._length)
+        return dict(zip(_KEYS, (epoch, self._seed, consumed, self._length), strict=True))
+
+    def _share(self, begin: int) -> NDArray[np.int64]:
+        """This rank's samples of a pass that begins there, in order."""
+        turns = np.arange(self._turns_left(begin), dtype=np.int64)
+        epochs, at = np.divmod(begin + self._rank + turns * self._ranks, self._length)
+        share = np.empty_like(at)
+        for epoch in np.unique(epochs):  # the last turn may take from the next epoch
+            here = epochs == epoch
+            share[here] = order_of(self._seed, int(epoch), self._length)[at[here]]
+        return share
+
+
+class _Pass:
+    """A rank's samples to the end of an epoch. torchdata saves and restores its place."""
+
+    def __init__(self, sampler: GlobalOffsetSampler, begin: int) -> None:
+        self._sampler, self._begin = sampler, begin
+        self._share: NDArray[np.int64] | None = None
+        self._given = 0
+
+    def __iter__(self) -> Iterator[int]:
+        return self
+
+    def __next__(self) -> int:
+        if self._share is None:
+            self._share = self._sampler._share(self._begin)
+        if self._given == len(self._share):
+            self._sampler._end_of_pass = self._place
+            raise StopIteration
+        self._given += 1
+        self._sampler._note_given()
+        return int(self._share[self._given - 1])
+
+    @property
+    def _place(self) -> int:
+        return self._begin + self._given * self._sampler._ranks
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sampler's state if all that was given so far were consumed."""
+        self._sampler._may_warn = False
+        return self._sampler._state_at(self._place)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._sampler.load_state_dict(state)
+        self._begin, self._share, self._given = self._sampler._place, None, 0
+
+
+def order_of(seed: int | None, epoch: int, length: int) -> NDArray[np.int64]:
+    """The order of an epoch's samples: the same everywhere, always.
+
+    Random keys, sorted. NumPy promises that the words of a bit generator never change with its
+    version; of `permutation`, and of torch's, nobody does, and a job outlives an upgrade.
+    """
+    if seed is None:
+        return np.arange(length)
+    keys = np.random.PCG64(np.random.SeedSequence([seed, epoch])).random_raw(length)
+    return np.argsort(keys, kind="stable")
+
+
+def _counted(value: object, what: str) -> int:
+    if type(value) is not int or not 0 <= value < MAX_COUNT:
+        raise Refused(f"{what} {value!r:.40} is not a number from 0 to {MAX_COUNT}")
+    return value
+
+
+def _batch_size(loader: object) -> int:
+    """Samples in a batch; the last of a pass may have fewer."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    if batch_sampler is None and hasattr(loader, "batch_size"):
+        return 1  # samples one by one
+    size = getattr(batch_sampler, "batch_size", None)
+    if type(size) is not int or size < 1:
+        raise Refused(
+            f"{type(loader).__name__} does not say how many samples are in a batch: give it "
+            "batch_size, or a batch_sampler that has one"
+        )
+    return size

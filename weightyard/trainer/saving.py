@@ -1,0 +1,232 @@
+"""Saving: when a checkpoint is due, and the one save that may be under way beside the training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, NoReturn
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+
+from weightyard.closing import Closing
+from weightyard.errors import BadSetting, RankFailed, YardError
+from weightyard.logs import Log
+from weightyard.trainer.job import Job
+from weightyard.trainer.packing import Items
+from weightyard.trainer.staging import Staging
+from weightyard.trainer.writer import YardWriter
+
+_log = Log(__name__)
+
+_BEHIND = 5
+"""Niceness of a save in the background: on a core that training wants too, it gets a quarter."""
+
+
+class Schedule:
+    """When a checkpoint is due: every so many steps, every so many seconds, or both.
+
+    By steps all ranks know it; by time only the first rank says it, since clocks differ.
+    """
+
+    def __init__(
+        self,
+        interval: int | None,
+        interval_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Raises BadSetting."""
+        for name, value in (("interval", interval), ("interval_s", interval_s)):
+            if value is not None and value <= 0:
+                raise BadSetting(f"{name}={value}: more than 0, or None")
+        self._interval, self._interval_s = interval, interval_s
+        self._clock = clock
+        self._began = clock()
+
+    def is_due_by_step(self, step: int) -> bool:
+        return self._interval is not None and step % self._interval == 0
+
+    def is_due_by_time(self) -> bool:
+        return self._interval_s is not None and self._clock() - self._began >= self._interval_s
+
+    def saved(self) -> None:
+        """The time begins anew."""
+        self._began = self._clock()
+
+
+class Leaving(Closing):
+    """Whether this process was asked to end by a signal. A second one ends it at once."""
+
+    def __init__(self, signals: Sequence[signal.Signals]) -> None:
+        self.number: int | None = None
+        """The signal's."""
+        self._before: dict[signal.Signals, Any] = {}
+        if threading.current_thread() is threading.main_thread():  # Python allows it no other
+            self._before = {one: signal.signal(one, self._noted) for one in signals}
+
+    def _noted(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+        self.close()
+
+    @property
+    def is_asked(self) -> bool:
+        return self.number is not None
+
+    def leave(self) -> NoReturn:
+        """End the process as one that a signal ended: a launcher starts it again, if it should."""
+        raise SystemExit(128 + (self.number or signal.SIGTERM))
+
+    def close(self) -> None:
+        """Let signals do what they did before."""
+        for one, handler in self._before.items():
+            signal.signal(one, handler)
+        self._before = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """A checkpoint to be made."""
+
+    step: int
+    items: Items
+    metrics: Mapping[str, float]
+
+
+class Saver(Closing):
+    """Makes checkpoints, one at a time; in the background if asked to.
+
+    A save in the background takes a copy of this rank's state in host memory, the same memory for
+    each: no more than one is under way. All ranks call `save` and `wait` in the same order.
+    """
+
+    def __init__(
+        self,
+        writer: YardWriter,
+        job: Job,
+        committed: Callable[[], None],
+        *,
+        in_background: bool,
+    ) -> None:
+        """`committed` is called by the first rank after each commit, in the thread of the save."""
+        self._writer = writer
+        self._job = job
+        self._committed = committed
+        self._staging: Staging | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        if in_background:
+            self._staging = Staging()
+            self._thread = ThreadPoolExecutor(1, "weightyard-save", initializer=_step_behind)
+        self._under_way: Future[None] | None = None
+        self._begun = 0  # in the background; all ranks count alike
+        self._raised = 0  # the last of them of which a failure was raised
+        self.step: int | None = None
+        """Of the last checkpoint, which may be under way; None if it failed."""
+
+    @property
+    def failed(self) -> int:
+        """The last save in the background that failed on this rank, counted from 1; 0: none."""
+        ended = self._under_way if self._under_way is not None and self._under_way.done() else None
+        return self._begun if ended is not None and ended.exception() else self._raised
+
+    def save(self, save: Save) -> None:
+        """Make a checkpoint; in the background: begin it, when the one before has ended.
+
+        Raises what saving raises, also the one before; RankFailed where another rank failed.
+        """
+        self.wait()
+        self.step = None
+        if self._staging is None or self._thread is None:
+            self._write(save)
+        else:
+            self._begun += 1
+            copied = Save(save.step, self._staging.copied(save.items), save.metrics)
+            self._under_way = self._thread.submit(self._write, copied)
+        self.step = save.step
+
+    def check(self, failed: int) -> None:
+        """Raise what a save in the background failed of, once; `failed`: the last on any rank.
+
+        Raises RankFailed where it did not fail on this one.
+        """
+        if failed > self._raised:
+            self.wait()
+            self._raised, self.step = failed, None
+            raise RankFailed([], "the save of another rank failed, which says why")
+
+    def wait(self) -> None:
+        """Wait until nothing is under way. Raises what the save failed of, once."""
+        if self._under_way is not None:
+            under_way, self._under_way = self._under_way, None
+            try:
+                under_way.result()
+            except BaseException:
+                self._raised, self.step = self._begun, None
+                raise
+
+    def close(self) -> None:
+        """End the save under way first. Raises what it failed of."""
+        try:
+            self.wait()
+        finally:
+            if self._thread is not None and self._staging is not None:
+                self._thread.shutdown()
+                self._staging.close()
+            self._thread = self._staging = None
+
+    def _write(self, save: Save) -> None:
+        began = time.monotonic()
+        self._writer.metrics = dict(save.metrics)
+        with plain_errors(), quiet_alone(self._job.group is None):
+            save_checkpoint(
+                save.items,
+                checkpoint_id=f"step-{save.step}",
+                storage_writer=self._writer,
+                process_group=self._job.group,
+                no_dist=self._job.group is None,
+            )
+        if self._job.is_first:
+            _log.info("run.saved", step=save.step, seconds=round(time.monotonic() - began, 3))
+            self._committed()
+
+
+def _step_behind() -> None:
+    """Let training go first where cores are scarce: this thread, and those it will start.
+
+    Only Linux has a niceness of each thread; elsewhere it would be that of the process.
+    """
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, 0, os.getpriority(os.PRIO_PROCESS, 0) + _BEHIND)
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """What torch's checkpoint wraps up, as the error that it is: the same on all ranks."""
+    try:
+        yield
+    except CheckpointException as why:
+        failures = sorted(why.failures.items())
+        for _, (error, _) in failures:
+            if isinstance(error, YardError):
+                raise error from why
+        reason = "; ".join(f"{type(error).__name__}: {error}" for _, (error, _) in failures[:3])
+        raise RankFailed([rank for rank, _ in failures], reason) from why
+
+
+@contextmanager
+def quiet_alone(is_alone: bool = True) -> Iterator[None]:
+    """torch warns a process alone that it is alone."""
+    if not is_alone:  # filters of warnings are those of all threads
+        yield
+        return
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
+        yield

@@ -1,0 +1,47 @@
+"""Values: what a program holds, as a checkpoint that one process makes or reads for itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
+
+from weightyard.errors import NoSuchThing
+from weightyard.trainer.packing import Items, pack, places, unpack
+from weightyard.trainer.reader import YardReader
+from weightyard.trainer.saving import plain_errors, quiet_alone
+from weightyard.trainer.writer import YardWriter
+
+if TYPE_CHECKING:
+    from weightyard.yard import Yard
+
+
+def save_values(writer: YardWriter, step: int, values: Mapping[str, object]) -> None:
+    """Publish a checkpoint of values by name; their tensors go by name and keys.
+
+    Raises Refused, naming what cannot be saved; as YardWriter does.
+    """
+    items: Items = {}
+    for name, value in values.items():
+        items |= pack(name, value)
+    with plain_errors(), quiet_alone():
+        save_checkpoint(items, checkpoint_id=f"step-{step}", storage_writer=writer, no_dist=True)
+
+
+def load_values(yard: Yard, ref: str, *names: str) -> dict[str, Any]:
+    """Values that a checkpoint has, in host memory. Other processes read nothing for this one.
+
+    Raises NoSuchThing, also for a name it does not have; Damaged, Retryable.
+    """
+    reader = YardReader(yard, ref, no_dist=True)
+    metadata = reader.read_metadata()
+    items: Items = {}
+    for name in names:
+        if not (wanted := places(name, metadata, {})):
+            raise NoSuchThing(f"{ref} holds no {name}: something else made it")
+        items |= wanted
+    with plain_errors(), quiet_alone():
+        load_checkpoint(items, storage_reader=reader, no_dist=True)
+    return {name: unpack(name, items) for name in names}

@@ -1,0 +1,406 @@
+"""YardWriter: torch's distributed checkpoint, saved as checkpoints of a run."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from weightyard.closing import Closing
+from weightyard.errors import (
+    BadSetting,
+    Bug,
+    InvalidName,
+    Refused,
+    Retryable,
+    Unsupported,
+    YardError,
+)
+from weightyard.format import manifest as manifests
+from weightyard.format.assembly import Share, share_of
+from weightyard.format.block import block_id
+from weightyard.format.manifest import Manifest
+from weightyard.format.splitting import split_plain
+from weightyard.logs import Log
+from weightyard.names import ModelName, Ref, Step, UploadId
+from weightyard.records import Checkpoint, Publication, Version
+from weightyard.storage import layout
+from weightyard.storage.store import Store
+from weightyard.trainer import state as states
+from weightyard.trainer.anchors import ANCHOR_BYTES, ANCHOR_EVERY, Anchors
+from weightyard.trainer.cutting import boxes_of, cut, manifest_of_shares, shares_by_box
+from weightyard.trainer.state import STATE_FILE, State
+from weightyard.transfer.alive import kept_alive
+from weightyard.transfer.catalogue import Catalogue, Upload
+from weightyard.transfer.durable import least_replicas
+from weightyard.transfer.publish import checked_publication, store_manifest
+from weightyard.transfer.reader import Reader
+from weightyard.transfer.source import MemorySource, piece_bytes
+from weightyard.transfer.together import run_together
+from weightyard.transfer.writer import Content, WriteOptions, Writer, WriteReport
+
+_log = Log(__name__)
+
+CheckpointId = str | int | os.PathLike[str]
+"""`1200`, `"step-1200"` or `"team/run42@step-1200"`."""
+
+
+class SavingYard(Protocol):
+    """What a writer of checkpoints needs of a yard."""
+
+    @property
+    def store(self) -> Store:
+        """Raises Unsupported where bytes go through a service."""
+
+    @property
+    def catalogue(self) -> Catalogue: ...
+
+    @property
+    def block_bytes(self) -> int: ...
+
+    def settle(self) -> None:
+        """Have the records of what was done written into the store, behind the caller."""
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """What the coordinator tells each rank with its plan."""
+
+    upload: str
+    generation: int
+    step: int
+
+
+class YardWriter(StorageWriter, Closing):
+    """Saves checkpoints of one run; each rank has one, and uses it for save after save.
+
+    `dcp.save(state, checkpoint_id="step-1200", storage_writer=writer)`, or `dcp.async_save` in a
+    thread. Each rank writes its own packs under one upload; the coordinator commits when all have
+    finished. Before that nothing is visible. One save at a time.
+
+    If a rank fails, `dcp.save` raises CheckpointException on all of them, with what each said; the
+    upload is abandoned. What a save leaves that was ended otherwise (a rank that is gone) is
+    abandoned by the next save, by `close`, or when its lease ends.
+    """
+
+    def __init__(
+        self,
+        yard: SavingYard,
+        run: str,
+        *,
+        generation: int | None = None,
+        metrics: Mapping[str, float] | None = None,
+        delta: Literal["off", "also", "only"] = "only",
+        anchors_bytes: int = ANCHOR_BYTES,
+        anchors_folder: str | Path | None = None,
+        anchor_every: int = ANCHOR_EVERY,
+        replication: int | None = None,
+        policy: str | None = None,
+        compress: bool = True,
+        threads: int | None = None,
+    ) -> None:
+        """`generation`: the run's that this job took over; else the first save takes it over.
+
+        What changed is stored as a delta of the last anchor, which this rank keeps at hand up to
+        `anchors_bytes`, in memory or in `anchors_folder`; every `anchor_every` saves there is a
+        new one. `delta`: as in push. `compress`: else blocks are stored as they are, which takes
+        less of the processor and more of HDFS. `threads`: of this rank, for hashing and encoding;
+        else its share of the host's cores.
+        Raises InvalidName, BadSetting, Unsupported.
+        """
+        self._yard = yard
+        self._store = yard.store
+        self.run = ModelName.parse(run)
+        self.generation = generation
+        """The run's generation under which this writes; None until the first save."""
+        self.metrics = dict(metrics or {})
+        """Those of the checkpoints to come."""
+        self.version: Version | None = None
+        """The last checkpoint committed; only the coordinator knows."""
+        self._replication, self._policy = replication, policy
+        self._options = WriteOptions(
+            replication=replication,
+            policy=policy,
+            min_replicas=least_replicas(self._store, replication),
+            compress=compress,
+            delta=delta,
+            threads=threads or _share_of_cores(),
+        )
+        self._anchors = Anchors(
+            Reader(self._store, yard.catalogue),
+            budget_bytes=anchors_bytes,
+            folder=Path(anchors_folder) if anchors_folder is not None else None,
+            every=anchor_every,
+        )
+        self._asked: CheckpointId | None = None
+        self._step = Step(0)
+        self._rank = 0
+        self._publication: Publication | None = None
+        self._upload: Upload | None = None
+        self._writer: Writer | None = None
+        self._plans: list[SavePlan] = []
+
+    @property
+    def report(self) -> WriteReport:
+        """What this rank's last save wrote."""
+        return WriteReport() if self._writer is None else self._writer.report
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: CheckpointId) -> bool:
+        """Whether it names a step, of whatever run."""
+        try:
+            _step_of(checkpoint_id, None)
+        except InvalidName:
+            return False
+        return True
+
+    def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
+        """Takes note only: a rank that raised here would leave the others waiting for it."""
+        self._asked = checkpoint_id
+
+    def storage_meta(self) -> StorageMeta | None:
+        return StorageMeta(checkpoint_id=f"{self.run}@{self._asked_step()}")
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        if not kwargs.get("use_collectives", True):
+            raise Unsupported("ranks that save each for themselves make no checkpoint of a run")
+        self._rank = int(kwargs.get("rank", 0))
+        self._step, self._asked = self._asked_step(), None
+        self.abandon()
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Opens the upload, whose id travels to the ranks with their plans."""
+        catalogue = self._yard.catalogue
+        known = self._known_plans(plans)
+        if self.generation is None:
+            self.generation = catalogue.begin_generation(self.run).generation
+        self._publication = checked_publication(
+            {
+                "metrics": dict(self.metrics),
+                "replication": self._replication,
+                "policy": self._policy,
+                "checkpoint": Checkpoint(
+                    step=self._step.number, generation=self.generation, ranks=len(plans)
+                ),
+            }
+        )
+        self._upload = catalogue.open_upload(self.run, self._publication)
+        errand = Errand(self._upload.id.hex, self.generation, self._step.number)
+        return [replace(plan, storage_data=errand) for plan in known]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        errand = plan.storage_data
+        if not isinstance(errand, Errand):
+            raise Bug("a plan without the coordinator's errand")
+        if errand.step != self._step.number:
+            raise Refused(
+                f"rank {self._rank} saves {self._step} and the coordinator {Step(errand.step)}: "
+                "a checkpoint is of one step on all ranks"
+            )
+        self.generation = errand.generation
+        is_coordinator = self._upload is not None
+        joined = self._upload or self._yard.catalogue.join_upload(UploadId(errand.upload))
+        with kept_alive(joined) as upload:
+            results = self._write(plan.items, planner, upload)
+            if not is_coordinator:  # who has not written what all ranks share
+                upload.finish_rank(self._rank)
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Writes what the ranks share, and commits."""
+        if self._upload is None or self._publication is None or self._writer is None:
+            raise Bug("a checkpoint to finish that was not begun here")
+        written = [result for of_rank in results for result in of_rank]
+        with kept_alive(self._upload) as upload:
+            objects = {
+                one.index.fqn: one.storage_data.value
+                for one in written
+                if isinstance(one.storage_data, Object)
+            }
+            state = State(objects, _paths(metadata))
+            shares = [one.storage_data for one in written if isinstance(one.storage_data, Share)]
+            content = self._state_content(state)
+            named = [block_id(piece_bytes(one, content.sources)) for one in content.split.pieces]
+            shares.append(share_of(content.split, named))
+            manifest = manifest_of_shares(shares, self._yard.block_bytes)
+            _require_all(metadata, manifest, state)
+            self.version = self._publish(upload, content, manifest, self._publication)
+            self._upload = None
+        self._yard.settle()
+
+    def abandon(self) -> None:
+        """Give up a save that did not end. Idempotent; where nobody answers, its lease will end."""
+        upload, self._upload = self._upload, None
+        if upload is not None:
+            try:
+                upload.abandon()
+            except YardError as why:
+                _log.warning("upload.not_abandoned", upload=upload.id, reason=why)
+
+    def close(self) -> None:
+        self.abandon()
+        self._anchors.close()
+
+    def __getstate__(self) -> Any:
+        raise Unsupported(
+            "a YardWriter stays in its process: use async_save with "
+            "AsyncCheckpointerType.THREAD, which is the default"
+        )
+
+    def _asked_step(self) -> Step:
+        if self._asked is None:
+            raise BadSetting("which step? Save with checkpoint_id='step-<number>'")
+        return _step_of(self._asked, self.run)
+
+    def _known_plans(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
+        """The plans as they were last where nothing has changed, which a planner may leave out.
+
+        They are sent in full: a rank that took its plan from its cache would not get the errand.
+        """
+        before = self._plans if len(self._plans) == len(plans) else [None] * len(plans)
+        known: list[SavePlan] = []
+        for plan, old in zip(plans, before, strict=True):
+            if not plan.usable and old is None:
+                raise Refused(
+                    "the planner has cached plans from another writer: use one YardWriter for all "
+                    "saves, or a planner without enable_plan_caching"
+                )
+            known.append(plan if plan.usable or old is None else old)
+        self._plans = known
+        return known
+
+    def _write(
+        self, items: Sequence[WriteItem], planner: SavePlanner, upload: Upload
+    ) -> list[WriteResult]:
+        is_object = WriteItemType.BYTE_IO
+        results = [_object_result(item, planner) for item in items if item.type is is_object]
+        tensors = [item for item in items if item.type is not is_object]
+        boxes = boxes_of(tensors, planner)
+        content = cut(boxes, self._yard.block_bytes)
+        if self._options.delta != "off":
+            content = self._anchors.prepared(content)
+        self._writer = Writer(self._store, upload, self._options, bases=self._anchors)
+        (blocks,) = self._writer.write([content])
+        if self._options.delta != "off":
+            self._anchors.note(content, blocks, self._writer.report)
+        shares = shares_by_box(content.split, blocks)
+        for item, box in zip(tensors, boxes, strict=True):
+            share = shares.get(box.key)
+            results.append(WriteResult(item.index, _raw_bytes(share), share))
+        return results
+
+    def _state_content(self, state: State) -> Content:
+        text = states.encode(state)
+        split = split_plain(STATE_FILE, len(text), self._yard.block_bytes)
+        return Content(split, [MemorySource(text)])
+
+    def _publish(
+        self, upload: Upload, state: Content, manifest: Manifest, publication: Publication
+    ) -> Version:
+        """Write what the ranks share and the manifest, then commit.
+
+        Both at once: for each file HDFS may let its writer wait half a second. A manifest says
+        nothing about packs, and nobody sees it before the commit, which wants all blocks there.
+        """
+        digest, stored = manifests.encode(manifest)
+        writer, options = self._writer, self._options
+        assert writer is not None
+        run_together(
+            2,
+            "weightyard-finish",
+            (
+                lambda: writer.write([state]),
+                lambda: store_manifest(
+                    self._store,
+                    upload,
+                    digest,
+                    stored,
+                    publication.replication,
+                    min_replicas=options.min_replicas,
+                    is_new=True,  # of a state that has not changed one is rarely saved
+                ),
+            ),
+        )
+        upload.finish_rank(self._rank)
+        version = upload.commit(digest, manifest, publication, secrets.token_hex(16))
+        with suppress(Retryable):  # what counts is done; gc removes what is left here
+            self._store.delete(layout.staging_folder(upload.id))
+        return version
+
+
+@dataclass(frozen=True, slots=True)
+class Object:
+    """A value that is no tensor, on its way to the coordinator; one that may be saved."""
+
+    value: Any
+
+
+def _object_result(item: WriteItem, planner: SavePlanner) -> WriteResult:
+    # `resolve_data` would give a pickle of it.
+    look_up = getattr(planner, "lookup_object", None)
+    if look_up is None:
+        raise Unsupported(
+            f"{item.index.fqn}: a {type(planner).__name__} gives values that are no tensors only "
+            "as pickles: derive it from DefaultSavePlanner"
+        )
+    value = look_up(item.index)
+    size = len(states.encode(State({item.index.fqn: value})))
+    return WriteResult(item.index, size, Object(value))
+
+
+def _raw_bytes(share: Share | None) -> int:
+    """Of the boxes in a share."""
+    if share is None:
+        return 0
+    boxes = (box for tensor in share.tensors for box in tensor.boxes)
+    return sum(extent.length for box in boxes for extent in box.extents)
+
+
+def _paths(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:
+    """How the state dict was flattened, in the metadata of a planner that did."""
+    data = metadata.planner_data
+    if data is None:
+        return {}
+    if not isinstance(data, Mapping) or not all(isinstance(keys, tuple) for keys in data.values()):
+        raise Unsupported("planner data that are no paths: derive it from DefaultSavePlanner")
+    return dict(data)
+
+
+def _require_all(metadata: Metadata, manifest: Manifest, state: State) -> None:
+    """Raises Bug if the ranks wrote another state than the coordinator planned."""
+    written = {tensor.name for tensor in manifest.tensors} | state.objects.keys()
+    if odd := written ^ metadata.state_dict_metadata.keys():
+        raise Bug(f"planned and written differ in {len(odd)} names, such as {min(odd)}")
+
+
+def _share_of_cores() -> int:
+    """The host's cores, divided among the ranks that torchrun has started on it."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return max(1, (os.cpu_count() or 1) // max(1, int(ranks) if ranks.isdecimal() else 1))
+
+
+def _step_of(checkpoint_id: CheckpointId, run: ModelName | None) -> Step:
+    """The step meant. Raises InvalidName."""
+    if isinstance(checkpoint_id, int):
+        return Step(checkpoint_id)
+    text = os.fspath(checkpoint_id)
+    if "@" not in text:
+        return Step.parse(text)
+    ref = Ref.parse(text)
+    if not isinstance(ref.selector, Step) or ref.model != (run or ref.model):
+        raise InvalidName(f"{text[:200]!a} is no step of {run}: 'step-<number>' is enough")
+    return ref.selector
