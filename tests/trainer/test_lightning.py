@@ -171,8 +171,8 @@ def test_a_damaged_checkpoint_is_not_the_latest(yard: Yard, tmp_path: Path) -> N
 
 
 def test_a_checkpoint_is_one_of_a_run_and_no_file_is_written(yard: Yard, tmp_path: Path) -> None:
-    module = fitted(tmp_path, YardCheckpointIO(yard, RUN), 1)
-    assert not list(tmp_path.rglob("*.ckpt"))
+    module = fitted(tmp_path / "job", YardCheckpointIO(yard, RUN), 1)
+    assert not list((tmp_path / "job").rglob("*.ckpt"))
     weights = yard.load(f"{RUN}@step-6", tensors="model.*")
     for name, tensor in module.state_dict().items():
         assert torch.equal(weights[f"model.{name}"], tensor)
