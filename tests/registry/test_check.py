@@ -7,17 +7,18 @@ import pytest
 from pushing import BERT, push, push_delta, read_back
 from sqlalchemy import delete, select, update
 
-from weightyard.errors import Damaged, FileMissing, ManifestInvalid
+from weightyard.errors import Conflict, Damaged, FileMissing, ManifestInvalid
 from weightyard.format.block import block_id
 from weightyard.names import Digest, Ref
 from weightyard.records import CheckReport
-from weightyard.registry import schema
+from weightyard.registry import outbox, schema
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.registry.schema import FileState
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
 from weightyard.storage.store import StorePath
+from weightyard.transfer.once import read_whole
 
 KIB = 1024
 
@@ -247,6 +248,47 @@ def test_a_record_that_is_gone_is_written_again(registry: Registry, store: Local
     registry.heal(store, report)
     assert registry.check(store).is_clean
     assert store.stat(path).length
+
+
+def test_a_record_that_is_back_is_not_written_again(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    version = push(registry, store, noise(1))
+    registry.flush_outbox(store)
+    store.delete(layout.record(BERT, 1))
+    report = registry.check(store)
+    registry.heal(store, report)
+    registry.annotate(Ref.parse(version.ref), {"message": "changed since"})
+    assert registry.heal(store, report).left == ()
+    assert outbox.waiting(database) == 0
+
+
+def test_a_record_of_the_same_version_keeps_nothing_from_being_written(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    """Two who heal at once both put a record here; the version may change between them."""
+    ref = Ref.parse(push(registry, store, noise(1)).ref)
+    registry.flush_outbox(store)
+    before = read_whole(store, layout.record(BERT, 1))
+    changed = registry.annotate(ref, {"message": "changed since"})
+    database.write(lambda tx: outbox.put_record(tx, changed))
+    push(registry, store, noise(2))
+    registry.flush_outbox(store)
+    assert outbox.waiting(database) == 0
+    assert store.stat(layout.record(BERT, 2)).length
+    assert read_whole(store, layout.record(BERT, 1)) == before, "the journal tells the rest"
+
+
+def test_a_record_of_another_version_under_the_same_name_is_a_conflict(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    version = push(registry, store, noise(1))
+    registry.flush_outbox(store)
+    other = version.model_copy(update={"digest": "0" * 64})
+    database.write(lambda tx: outbox.put_record(tx, other))
+    with pytest.raises(Conflict, match="other content"):
+        registry.flush_outbox(store)
+    assert outbox.waiting(database) == 1
 
 
 def test_a_store_that_knows_more_than_the_database_is_noticed(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pushing import BERT, push
 
-from weightyard.errors import UnderReplicated
+from weightyard.errors import Refused, UnderReplicated
 from weightyard.format.assembly import manifest_of
 from weightyard.format.block import MIB
 from weightyard.format.dtypes import DType
@@ -73,6 +73,8 @@ def two(database: Database, store: ReplicatingStore, tmp_path: Path) -> Registry
     (tmp_path / "file").write_bytes(b"weights" * 1000)
     for _ in range(2):
         yard.push(tmp_path / "file", "team/bert")
+    # Once its records are written: that thread would tell its own store of copies asked for now.
+    assert yard.registry is registry
     return registry
 
 
@@ -93,6 +95,29 @@ def test_a_pack_is_kept_as_the_most_demanding_version_asks(
     assert store.copies == {5}
     _keep(two, store, "team/bert@v2", 1)
     assert store.copies == {2}
+
+
+def test_who_tells_the_store_late_does_not_undo_what_it_was_told_since(
+    two: Registry, store: ReplicatingStore
+) -> None:
+    class Late(ReplicatingStore):
+        """Before it passes on what it was told of a pack, another has asked for more."""
+
+        def adjust(self, path: StorePath, options: FileOptions) -> None:
+            if path.text.startswith("packs/"):
+                _keep(two, store, "team/bert@v1", 5)
+            store.adjust(path, options)
+
+    two.keep(Ref.parse("team/bert@v1"), copies=4, policy=None)
+    two.settle_replication(Late(store.folder))
+    two.settle_replication(store)
+    assert store.copies == {5}
+    assert two.settle_replication(store) == 0, "nothing is left to tell"
+
+
+def test_who_asks_for_neither_copies_nor_a_policy_is_refused(two: Registry) -> None:
+    with pytest.raises(Refused, match="copies"):
+        two.keep(Ref.parse("team/bert@v1"), copies=None, policy=None)
 
 
 def test_who_asked_for_copies_is_in_the_audit_log(two: Registry, store: ReplicatingStore) -> None:

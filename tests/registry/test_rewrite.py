@@ -10,7 +10,7 @@ from sqlalchemy import select
 from weightyard.errors import FileMissing
 from weightyard.format.block import block_id
 from weightyard.format.pack import Placement
-from weightyard.names import BlockId, Ref
+from weightyard.names import BlockId, PackId, Ref
 from weightyard.records import Publication
 from weightyard.registry import schema
 from weightyard.registry.collect import GcOptions
@@ -36,6 +36,26 @@ class Remembered:
 
 def packs(store: LocalStore) -> list[int]:
     return sorted(file.length for file in store.list(layout.PACKS))
+
+
+def pack_names(store: LocalStore) -> set[str]:
+    return {file.path.text.rpartition("/")[2] for file in store.list(layout.PACKS)}
+
+
+def write_twin(registry: Registry, store: LocalStore, *contents: bytes) -> None:
+    """A pack with what others have too, as of two writers who began before either had written."""
+    upload = registry.open_upload(BERT, Publication())
+    write_pack(upload, store, *((data, None) for data in contents))
+    upload.abandon()
+
+
+def spoil(store: LocalStore, pack: str, content: bytes) -> None:
+    """Let a byte of a block rot in a pack."""
+    file = store.folder / layout.pack(PackId(pack)).text
+    data = bytearray(file.read_bytes())
+    data[data.index(content[:1000])] ^= 1
+    file.chmod(0o644)
+    file.write_bytes(data)
 
 
 def test_small_packs_become_one_and_every_version_stays_readable(
@@ -147,9 +167,7 @@ def test_of_two_copies_the_older_stays(
     registry: Registry, store: LocalStore, database: Database
 ) -> None:
     first = push(registry, store, noise(1), noise(2))
-    upload = registry.open_upload(BERT, Publication())
-    write_pack(upload, store, (noise(1), None), (noise(2), None), (noise(7), None))
-    upload.abandon()
+    write_twin(registry, store, noise(1), noise(2), noise(7))
     assert len(packs(store)) == 2
     gc(registry, store)
     assert len(packs(store)) == 1
@@ -182,17 +200,49 @@ def test_a_pack_whose_bytes_are_wrong_is_not_copied(
     push(registry, store, *(noise(seed) for seed in range(8)), options=options)
     push(registry, store, noise(3))
     registry.remove(Ref.parse("team/bert@v1"))
-    (pack,) = store.list(layout.PACKS)
-    file = store.folder / pack.path.text
-    data = bytearray(file.read_bytes())
-    at = data.index(noise(3)[:1000])
-    data[at] ^= 1
-    file.chmod(0o644)
-    file.write_bytes(data)
+    (pack,) = pack_names(store)
+    spoil(store, pack, noise(3))
     report = gc(registry, store)
     assert report.packs_rewritten == 0
-    assert pack.path.text.rpartition("/")[2] in report.failed[0]
-    assert file.exists()
+    assert pack in report.failed[0]
+    assert pack_names(store) == {pack}
+
+
+def test_a_copy_is_not_given_up_for_an_older_one_whose_bytes_are_wrong(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    version = push(registry, store, noise(1), noise(2))
+    (older,) = pack_names(store)
+    write_twin(registry, store, noise(1), noise(2))
+    (newer,) = pack_names(store) - {older}
+    spoil(store, older, noise(2))
+    report = gc(registry, store)
+    assert (report.packs_rewritten, report.packs_deleted) == (0, 0)
+    assert newer in report.failed[0]
+    assert older in report.failed[0]
+    assert pack_names(store) == {older, newer}
+    registry.check(store, read_data=True)
+    gc(registry, store)
+    assert pack_names(store) == {newer}, "once it is known which one is damaged"
+    assert read_back(registry, store, version) == [noise(1), noise(2)]
+    require_no_orphan(database, store)
+
+
+def test_a_copy_beside_an_older_one_that_cannot_be_copied_is_not_given_up(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    versions = [push(registry, store, noise(0))]
+    (older,) = pack_names(store)
+    versions += [push(registry, store, noise(seed)) for seed in range(1, 5)]
+    before = pack_names(store)
+    write_twin(registry, store, noise(0))
+    (newer,) = pack_names(store) - before
+    spoil(store, older, noise(0))
+    report = gc(registry, store)
+    assert report.packs_rewritten == 4, "the others became one"
+    assert {older, newer} < pack_names(store)
+    for seed, version in enumerate(versions):
+        assert read_back(registry, store, version) == [noise(seed)]
 
 
 def test_packs_kept_differently_are_not_merged(

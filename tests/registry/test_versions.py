@@ -18,6 +18,8 @@ from weightyard.errors import (
     KeyReused,
     NoSuchThing,
     Protected,
+    Refused,
+    TooLarge,
     UploadExpired,
     VersionMoved,
 )
@@ -26,9 +28,9 @@ from weightyard.format.assembly import manifest_of
 from weightyard.format.block import MIB, block_id
 from weightyard.format.dtypes import DType
 from weightyard.format.splitting import StateTensor, split_state
-from weightyard.names import AliasName, Digest, ModelName, Ref
+from weightyard.names import AliasName, Digest, FilePath, ModelName, Ref
 from weightyard.records import Publication
-from weightyard.registry import binding, migrate, schema
+from weightyard.registry import binding, migrate, received, schema
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.registry.schema import FileState
@@ -183,6 +185,37 @@ def test_a_version_with_an_alias_or_a_child_is_protected(registry: Registry, sto
     with pytest.raises(NoSuchThing):
         registry.resolve(Ref.parse("team/bert"))
     assert push(registry, store, b"three").number == 3, "a number is never given out twice"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"metrics": {"loss": "abc"}},
+        {"metrics": {"loss": float("nan")}},
+        {"tags": ["a"]},
+        {"message": None},
+        {"message": "m" * 10_001},
+    ],
+)
+def test_what_a_version_cannot_say_of_itself_is_refused_and_changes_nothing(
+    registry: Registry, store: Store, changes: dict[str, object]
+) -> None:
+    before = push(registry, store, NOISE, message="first")
+    with pytest.raises(Refused, match=next(iter(changes))):
+        registry.annotate(Ref.parse("team/bert"), changes)
+    assert registry.resolve(Ref.parse("team/bert")) == before
+
+
+def test_a_file_received_again_counts_once(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(received, "MAX_FILES", 2)
+    upload = registry.open_upload(BERT, Publication())
+    for path, manifest in (("a", b"1"), ("b", b"2"), ("b", b"3")):
+        upload.put_file(FilePath(path), manifest)
+    with pytest.raises(TooLarge, match="2 files"):
+        upload.put_file(FilePath("c"), b"4")
+    assert upload.received() == [b"1", b"3"]
 
 
 def test_records_and_journal_reach_the_store(registry: Registry, store: Store) -> None:

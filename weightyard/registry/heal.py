@@ -191,6 +191,9 @@ class _Healing:
         version = history.record_of(path)
         if version is None:
             return False
+        with suppress(FileMissing):
+            self._store.stat(path)
+            return True  # it is back, since it was looked for
         ref = Ref(*version)
 
         def work(tx: Connection) -> None:

@@ -9,9 +9,10 @@ import msgspec
 
 from weightyard.errors import InvalidName, ManifestInvalid, UnknownFormat
 from weightyard.names import ModelName
-from weightyard.registry.outbox import RECORD_FORMAT
 from weightyard.storage.store import Store, StorePath
 from weightyard.transfer.once import read_whole
+
+RECORD_FORMAT = 1
 
 MAX_RECORD_BYTES = 64 << 20
 

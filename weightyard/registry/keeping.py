@@ -6,6 +6,7 @@ from typing import Any
 
 from sqlalchemy import Connection, select, update
 
+from weightyard.errors import Refused
 from weightyard.names import Ref
 from weightyard.records import Version
 from weightyard.registry import outbox, replication, schema, versions
@@ -18,8 +19,10 @@ def keep(tx: Connection, ref: Ref, *, copies: int | None, policy: str | None, wh
     """Ask for copies, a policy, or both, for a version; what is None stays as it is.
 
     Its packs are kept at least so from now on, and less where nobody asks for more any longer;
-    `replication.settle` tells the store. Raises NoSuchThing.
+    `replication.settle` tells the store. Raises NoSuchThing, Refused if both are None.
     """
+    if copies is None and policy is None:
+        raise Refused("say copies, policy, or both")
     row = versions.hold(tx, versions.find(tx, ref), alone=True)
     asked: dict[str, Any] = {"replication": copies, "policy": policy}
     changes = {name: value for name, value in asked.items() if value is not None}
@@ -28,9 +31,8 @@ def keep(tx: Connection, ref: Ref, *, copies: int | None, policy: str | None, wh
     holding = _packs.c.id.in_(replication.packs_of(row.id))
     # In the order of ids, as claims lock packs.
     tx.execute(select(_packs.c.id).where(holding).order_by(_packs.c.id).with_for_update())
-    if copies is not None or policy is not None:
-        replication.ask(tx, _packs, holding, copies, policy)
-        replication.ask(tx, _manifests, _manifests.c.id == row.manifest_id, copies)
+    replication.ask(tx, _packs, holding, copies, policy)
+    replication.ask(tx, _manifests, _manifests.c.id == row.manifest_id, copies)
     version = versions.get(tx, row.id)
     record_event(tx, who, "version.kept", version.ref, changes)
     outbox.put_journal(tx, "annotated", version.ref, who, changes)

@@ -84,7 +84,7 @@ class Needs:
         return some(
             inside.c.pack_id == _packs.c.id,
             self.of_block(inside.c.block_id),
-            ~_lies_in_a_live_pack(inside, but_not=inside.c.pack_id),
+            ~_lies_in_another_live_pack(inside),
         )
 
     def of_placement(self, placement: FromClause) -> ColumnElement[bool]:
@@ -143,25 +143,32 @@ def lies_in_an_older_pack(placement: FromClause) -> ColumnElement[bool]:
 
     Of equal placements the oldest pack keeps its own, whoever asks and in whichever order.
     """
-    return _lies_in_a_live_pack(placement, before=placement.c.pack_id)
-
-
-def _lies_in_a_live_pack(
-    placement: FromClause,
-    *,
-    but_not: ColumnElement[int] | None = None,
-    before: ColumnElement[int] | None = None,
-) -> ColumnElement[bool]:
-    """Whether the same block, on the same base or none, lies in another live pack."""
     twin, home = schema.placements.alias("twin"), _packs.alias("home")
-    which = home.c.id != but_not if before is None else home.c.id < before
-    if before is not None:  # where projects share nothing, each keeps its own
-        own = _packs.alias("own")
-        which = and_(which, own.c.id == before, home.c.project.is_not_distinct_from(own.c.project))
-    return some(
+    return some(is_older_twin(placement, twin, home))
+
+
+def is_older_twin(placement: FromClause, twin: FromClause, home: FromClause) -> ColumnElement[bool]:
+    """Whether another placement, in its pack, is the same as one, and the pack older and live."""
+    own = _packs.alias("own")
+    return and_(
+        _is_live_twin(placement, twin, home),
+        home.c.id < placement.c.pack_id,
+        # Where projects share nothing, each keeps its own.
+        own.c.id == placement.c.pack_id,
+        home.c.project.is_not_distinct_from(own.c.project),
+    )
+
+
+def _lies_in_another_live_pack(placement: FromClause) -> ColumnElement[bool]:
+    twin, home = schema.placements.alias("twin"), _packs.alias("home")
+    return some(_is_live_twin(placement, twin, home), home.c.id != placement.c.pack_id)
+
+
+def _is_live_twin(placement: FromClause, twin: FromClause, home: FromClause) -> ColumnElement[bool]:
+    """Whether another placement has the same block, on the same base or none, in a live pack."""
+    return and_(
         twin.c.block_id == placement.c.block_id,
         twin.c.base_id.is_not_distinct_from(placement.c.base_id),
         home.c.id == twin.c.pack_id,
         home.c.state == FileState.LIVE,
-        which,
     )

@@ -14,17 +14,20 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, delete, func, insert, select
 
+from weightyard.errors import Damaged, Refused
+from weightyard.logs import Log
 from weightyard.names import ModelName
 from weightyard.records import Version
-from weightyard.registry import schema
+from weightyard.registry import history, schema
 from weightyard.registry.chores import small_files
 from weightyard.registry.database import Database
+from weightyard.registry.history import RECORD_FORMAT, RecordFile
 from weightyard.registry.rows import batches, clock, one_at_a_time
 from weightyard.storage import layout
 from weightyard.storage.store import Store, StorePath
-from weightyard.transfer.once import write_each_once
+from weightyard.transfer.once import is_there, write_each_once
 
-RECORD_FORMAT = 1
+_log = Log(__name__)
 
 _REMOVED_AT_ONCE = 100
 
@@ -143,7 +146,8 @@ def flush(database: Database, store: Store, limit: int = 1000, up_to: int | None
     """Write what is waiting into the store, oldest first; returns how many entries.
 
     `up_to`: the id of the last one meant. Entries are removed here once they are there; two
-    processes doing this at once write the same files, and the second finds them there.
+    processes doing this at once write the same files, and the second finds them there. Raises
+    Conflict if something else has the name of an entry, and what the store raises.
     """
     meant = select(schema.outbox).order_by(schema.outbox.c.id).limit(limit)
     if up_to is not None:
@@ -153,7 +157,29 @@ def flush(database: Database, store: Store, limit: int = 1000, up_to: int | None
         return 0
     with small_files(database, store, "outbox") as upload:
         for some in batches(rows, _REMOVED_AT_ONCE):
-            write_each_once(store, upload, {StorePath(row.path): row.content for row in some})
+            files = {StorePath(row.path): row.content for row in some}
+            write_each_once(store, upload, files, is_same=_is_told)
             done = delete(schema.outbox).where(schema.outbox.c.id.in_([row.id for row in some]))
             database.write(partial(Connection.execute, statement=done))
     return len(rows)
+
+
+def _is_told(store: Store, path: StorePath, content: bytes) -> bool:
+    """Whether an entry is in the store, or another record of its version is.
+
+    One that was lost is put here again as the version is by then, and two may do so at once. Any
+    will do: the journal tells what changed of a version since it was published.
+    """
+    if is_there(store, path, content):
+        return True
+    if history.record_of(path) is None:
+        return False
+    try:
+        there = history.read_record(store, path).version
+    except (Damaged, Refused):  # nobody can read it, so it tells nothing
+        return False
+    meant = msgspec.json.decode(content, type=RecordFile).version
+    is_one = all(there.get(name) == meant[name] for name in ("model", "number", "digest"))
+    if is_one:
+        _log.warning("outbox.record_there", path=path)
+    return is_one

@@ -16,9 +16,9 @@ def put(tx: Connection, upload: UploadId, path: FilePath, manifest: bytes) -> No
     """Keep what a file became; one of the same path is replaced. Raises UploadExpired, TooLarge."""
     opened = uploads.fence(tx, upload)
     here = _f.c.upload_id == opened.row_id
+    tx.execute(delete(_f).where(here, _f.c.path == path.text))
     if (tx.scalar(select(func.count()).select_from(_f).where(here)) or 0) >= MAX_FILES:
         raise TooLarge(f"upload {upload} has {MAX_FILES} files, no version has more")
-    tx.execute(delete(_f).where(here, _f.c.path == path.text))
     tx.execute(insert(_f).values(upload_id=opened.row_id, path=path.text, manifest=manifest))
 
 

@@ -170,7 +170,7 @@ class Registry(Closing):
     ) -> Version:
         """Change a version's message, metrics, tags or metadata; its content never changes.
 
-        With `expect`, only if its `etag` is this one. Raises NoSuchThing, Changed.
+        With `expect`, only if its `etag` is this one. Raises NoSuchThing, Changed, BadSetting.
         """
         return self._change(
             lambda tx: versions.annotate(tx, ref, self._or_me(who), changes, expect)
@@ -394,7 +394,10 @@ class Registry(Closing):
     def keep(
         self, ref: Ref, *, copies: int | None, policy: str | None, who: str | None = None
     ) -> Version:
-        """Ask for copies or a policy; `settle_replication` tells the store. Raises NoSuchThing."""
+        """Ask for copies or a policy; `settle_replication` tells the store.
+
+        Raises NoSuchThing, Refused.
+        """
         return self._change(
             lambda tx: keeping.keep(tx, ref, copies=copies, policy=policy, who=self._or_me(who))
         )

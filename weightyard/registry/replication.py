@@ -16,9 +16,11 @@ from sqlalchemy import (
     Connection,
     Select,
     Table,
+    and_,
     case,
     func,
     literal,
+    not_,
     or_,
     select,
     update,
@@ -217,9 +219,13 @@ def _settled(
 ) -> None:
     """The store was told, unless something else was asked for meanwhile."""
     table = kind.table
-    same = (
+    one = table.c.name == name
+    same = and_(
         table.c.replication.is_not_distinct_from(copies),
         table.c.policy.is_not_distinct_from(policy),
-        table.c.settle == Settle.ADJUST,
     )
-    tx.execute(update(table).where(table.c.name == name, *same).values(settle=None))
+    told = update(table).where(one, same, table.c.settle == Settle.ADJUST)
+    tx.execute(told.values(settle=None))
+    # Another process told the store of what came later, perhaps before this one did.
+    overtaken = update(table).where(one, not_(same), table.c.settle.is_(None))
+    tx.execute(overtaken.values(settle=Settle.ADJUST))

@@ -1,13 +1,15 @@
 """Rewriting: small packs become one, and of mostly dead ones the rest moves on.
 
-Blocks are copied as they are stored, each checked. A new pack is written under an upload of its
-own, by the same rules as any writer's; one transaction then makes it live and takes the placements
-of the old packs away. Whoever read those placements finds the old files until the grace is over.
+Blocks are copied as they are stored, each checked. What an older pack has too is left out, but only
+after it was read there: this copy may be the last good one. A new pack is written under an upload
+of its own, by the same rules as any writer's; one transaction then makes it live and takes the
+placements of the old packs away. Whoever read those placements finds the old files until the grace
+is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,7 +29,7 @@ from weightyard.registry import schema, uploads
 from weightyard.registry.chores import LEASE_S, open_chore
 from weightyard.registry.database import Database, is_one_of, now_ms
 from weightyard.registry.locking import change, lock
-from weightyard.registry.needs import Needs, lies_in_an_older_pack
+from weightyard.registry.needs import Needs, is_older_twin, lies_in_an_older_pack
 from weightyard.registry.schema import FileState, UploadState
 from weightyard.storage import layout
 from weightyard.storage.store import FileOptions, Read, Stage, Store
@@ -199,7 +201,7 @@ class Rewriting:
         kept = [
             (pack, self._database.read(partial(self._kept, pack=pack)))
             for pack in group
-            if pack.name in held
+            if pack.name in held and self._are_twins_good(pack, copy)
         ]
         if any(placements for _, placements in kept):
             self._write(group[0], copy, kept)
@@ -231,14 +233,33 @@ class Rewriting:
                     if not self._copy_pack(old, placements, copy, stage):
                         break
                 except _Unreadable as why:
-                    self.failed.append(f"pack {old.name}: {why}")
-                    _log.warning("pack.not_rewritten", pack=old.name, reason=why)
+                    self._leave(old, str(why))
             if not copy.new:
                 return
             stage.write(copy.builder.finish())
             self._store.publish(stage.close(), layout.pack(pack))
         wanted = min(self._min_replicas, like.replication or self._min_replicas)
         require_replicas(self._store, layout.pack(pack), wanted, _REPLICAS_TIMEOUT_S)
+
+    def _are_twins_good(self, old: OldPack, copy: _Copy) -> bool:
+        """Read what is left out of a pack where older packs have it; False if one is not right.
+
+        Then this one stays as it is, until `check` has found out which one is damaged.
+        """
+        twins = self._database.read(lambda tx: self._twins(tx, old))
+        for pack, inside in groupby(twins, key=lambda twin: twin.pack):
+            try:
+                for run in _runs(inside):
+                    self._read(pack, run)
+            except _Unreadable as why:
+                self._leave(old, f"what it shares with pack {pack} cannot be read there: {why}")
+                return False
+        copy.twins.update(twins)
+        return True
+
+    def _leave(self, old: OldPack, why: str) -> None:
+        self.failed.append(f"pack {old.name}: {why}")
+        _log.warning("pack.not_rewritten", pack=old.name, reason=why)
 
     def _copy_pack(
         self, old: OldPack, placements: Sequence[Placement], copy: _Copy, stage: Stage
@@ -292,11 +313,26 @@ class Rewriting:
         )
         return [read_entry(entry, PackId(pack.name)) for entry in entries]
 
+    def _twins(self, tx: Connection, pack: OldPack) -> list[Placement]:
+        """For what is needed of a pack but need not stay there: the oldest placement of each."""
+        p, twin, home = _placements.alias("p"), _placements.alias("twin"), _packs.alias("home")
+        rows = tx.execute(
+            select(twin.c.encoding, home.c.name)
+            .where(p.c.pack_id == pack.id, self._needs.of_block(p.c.block_id))
+            .where(is_older_twin(p, twin, home))
+            .order_by(home.c.id, twin.c.offset)
+        )
+        oldest: dict[_Key, Placement] = {}
+        for entry, name in rows:
+            placement = read_entry(entry, PackId(name))
+            oldest.setdefault(_key(placement), placement)
+        return list(oldest.values())
+
     def _switch(self, tx: Connection, copy: _Copy) -> list[OldPack]:
         """Make the new pack live, and take the old ones' placements away: all at once.
 
-        An old pack that a writer has claimed meanwhile, or of which more is needed than was copied,
-        stays as it is.
+        An old pack that a writer has claimed meanwhile, or of which more is needed than was copied
+        or read elsewhere, stays as it is.
         """
         opened = uploads.fence(tx, self._upload)
         ids = [pack.id for pack in copy.done]
@@ -309,7 +345,9 @@ class Rewriting:
         moved = [
             pack
             for pack in copy.done
-            if pack.id in locked and all(_key(one) in copy.new for one in self._kept(tx, pack))
+            if pack.id in locked
+            and all(_key(one) in copy.new for one in self._kept(tx, pack))
+            and copy.twins.issuperset(self._twins(tx, pack))
         ]
         if not moved:
             return []
@@ -330,11 +368,13 @@ class _Unreadable(Exception):
 
 
 class _Copy:
-    """A new pack in the making: what it has, and which old packs are wholly in it."""
+    """A new pack in the making: what it has, and which old packs are wholly in it or older ones."""
 
     def __init__(self, builder: PackBuilder) -> None:
         self.builder = builder
         self.new: dict[_Key, Placement] = {}
+        self.twins: set[Placement] = set()
+        """What older packs have, read and right, so that it is not in this one."""
         self.done: list[OldPack] = []
 
 
@@ -342,7 +382,7 @@ def _key(placement: Placement) -> _Key:
     return (placement.encoding.block, placement.encoding.base)
 
 
-def _runs(placements: Sequence[Placement]) -> Iterator[list[Placement]]:
+def _runs(placements: Iterable[Placement]) -> Iterator[list[Placement]]:
     """Placements in runs that one request fetches, little of it in vain."""
     run: list[Placement] = []
     for placement in placements:

@@ -16,6 +16,7 @@ from weightyard.registry import outbox, schema
 from weightyard.registry.database import now_ms
 from weightyard.registry.rows import clock, insert_missing, moment, record_event, some
 from weightyard.registry.schema import FileState
+from weightyard.transfer.publish import checked_publication
 
 _log = Log(__name__)
 
@@ -301,7 +302,8 @@ def annotate(
 ) -> Version:
     """Change what may change of a version: message, metrics, tags, metadata.
 
-    With `expect`, only if its `etag` is this one. Raises NoSuchThing, Changed.
+    With `expect`, only if its `etag` is this one. Raises NoSuchThing, Changed, and BadSetting for
+    what a writer could not have said either.
     """
     row = find(tx, ref)
     tx.execute(select(_v.c.id).where(_v.c.id == row.id).with_for_update())
@@ -312,6 +314,7 @@ def annotate(
         raise Conflict(f"{sorted(wrong)} of a version cannot change")
     if not changes:
         return get(tx, row.id)
+    changes = checked_publication(changes).model_dump(include=set(changes))
     tx.execute(update(_v).where(_v.c.id == row.id).values(**changes))
     subject = f"{row.project}/{row.name}@v{row.number}"
     record_event(tx, who, "version.annotated", subject, dict(changes))
