@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from weightyard.away import AwayCatalogue, Opened
 from weightyard.closing import Closing
-from weightyard.errors import BadSetting, Retryable
+from weightyard.errors import BadSetting, NotOnNode, Retryable
 from weightyard.format.manifest import FileEntry, Manifest
 from weightyard.loader.asked import Asked
 from weightyard.loader.building import (
@@ -48,7 +48,7 @@ from weightyard.storage.local import LocalStore
 from weightyard.storage.store import Store
 from weightyard.transfer.appearing import appearing
 from weightyard.transfer.catalogue import ANYTHING, Anything, Catalogue
-from weightyard.transfer.diff import diff_manifests
+from weightyard.transfer.diff import diff_manifests, doubtful_pairs, equal_pairs
 from weightyard.transfer.gather import Gathered, gather_files
 from weightyard.transfer.plan import wanted_of
 from weightyard.transfer.preview import preview
@@ -371,8 +371,22 @@ class Yard(Loads, Closing):
         )
 
     def diff(self, before: str, after: str) -> Diff:
-        """Tensors and files added, removed and changed, and the bytes both have."""
-        return diff_manifests(self.manifest(before), self.manifest(after))
+        """Tensors and files added, removed and changed, and the bytes both have.
+
+        Small tensors in blocks that differ are read. Offline they are not, and all of such a block
+        count as changed. Raises NoSuchThing, Damaged, Retryable.
+        """
+        old, new = self.resolve(before), self.resolve(after)
+        was, now = self._manifest_of(old), self._manifest_of(new)
+        if not (doubtful := doubtful_pairs(was, now)):
+            return diff_manifests(was, now)
+        try:
+            readers = (self._via.reader(old, was, NEVER), self._via.reader(new, now, NEVER))
+            equal = equal_pairs(doubtful, *readers)
+        except NotOnNode as why:
+            _log.warning("diff.by_blocks", before=old.ref, after=new.ref, reason=why)
+            return diff_manifests(was, now)
+        return diff_manifests(was, now, equal)
 
     def cost(self, ref: str) -> Cost:
         """What a version takes, shares with others, and would give back. Raises NoSuchThing."""

@@ -8,7 +8,7 @@ from weightyard.names import PackId, UploadId
 from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.hdfs.store import HdfsStore
-from weightyard.storage.retry import RetryingStore
+from weightyard.storage.retry import Retry, RetryingStore
 from weightyard.storage.store import FileOptions, Store
 from weightyard.testing.cluster import MiniCluster
 from weightyard.testing.faults import FaultyStore
@@ -17,6 +17,8 @@ from weightyard.testing.store_contract import get
 pytestmark = pytest.mark.cluster
 
 CONTENT = bytes(range(256)) * 5000
+PATIENT = Retry(deadline_s=120.0)
+"""The fail-over itself happens in a call, and takes a busy machine longer than a call may."""
 
 
 def _publish(store: Store) -> PackId:
@@ -55,7 +57,7 @@ def test_a_publish_survives_a_fail_over_before_any_of_its_calls(
     ha_cluster: MiniCluster, hdfs: HdfsStore, call: str
 ) -> None:
     before = ha_cluster.active
-    store = RetryingStore(FaultyStore(hdfs, on_call=_before(call, ha_cluster.fail_over)))
+    store = RetryingStore(FaultyStore(hdfs, on_call=_before(call, ha_cluster.fail_over)), PATIENT)
     pack = _publish(store)
     assert ha_cluster.active is not before
     assert get(store, layout.pack(pack)) == CONTENT
@@ -71,7 +73,9 @@ def test_a_publish_survives_the_kill_of_the_active_namenode(
         killed.kill()
         ha_cluster.fail_over()
 
-    store = RetryingStore(FaultyStore(hdfs, on_call=_before("publish", kill_and_fail_over)))
+    store = RetryingStore(
+        FaultyStore(hdfs, on_call=_before("publish", kill_and_fail_over)), PATIENT
+    )
     try:
         pack = _publish(store)
         assert get(store, layout.pack(pack)) == CONTENT

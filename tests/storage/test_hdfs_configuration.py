@@ -132,3 +132,10 @@ def test_a_file_that_is_no_configuration_is_named(tmp_path: Path, content: bytes
     (tmp_path / "core-site.xml").write_bytes(content)
     with pytest.raises(BadSetting, match=r"core-site\.xml"):
         Cluster.of("hdfs://nn/a", Settings(hadoop_conf_dir=tmp_path))
+
+
+@pytest.mark.parametrize("spelled", ["kerberos", "KERBEROS", "Kerberos"])
+def test_kerberos_is_kerberos_however_it_is_spelled(tmp_path: Path, spelled: str) -> None:
+    url, key = "hdfs://nn:8020/yard", "hadoop.security.authentication"
+    assert cluster(tmp_path, url, **{key: spelled}).is_kerberos
+    assert not cluster(tmp_path, url, **{key: "SIMPLE"}).is_kerberos

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from waiting import eventually
 
 from weightyard.errors import (
     DataNodeFailed,
@@ -76,7 +77,7 @@ def path(cluster: MiniCluster, store: HdfsStore) -> StorePath:
 
 @pytest.fixture
 def reader() -> Iterator[DataNodeReader]:
-    reader = DataNodeReader("test")
+    reader = DataNodeReader("test", stall_s=LIMIT_S)
     yield reader
     reader.close()
 
@@ -147,6 +148,8 @@ def test_a_datanode_that_dies_in_the_middle_is_named_in_two_seconds_and_another_
 
 def seconds_until_named(cluster: MiniCluster, store: HdfsStore, path: StorePath, end: str) -> float:
     """How long after a DataNode ended the read says so; another one serves then."""
+    # One that was ended before is back, but of its blocks the NameNode may not have heard yet.
+    eventually(lambda: len(store.locate(path).spans[0].replicas) > 1)
     location = store.locate(path)
     victim = location.spans[0].replicas[0]
     daemon = daemon_of(cluster, victim)

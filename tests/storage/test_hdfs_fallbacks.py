@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from urllib.parse import urlencode, urlsplit
 
 import pytest
+from patience import be_patient
 
 from weightyard.errors import DataNodeFailed, FileMissing, TooLarge, YardError
 from weightyard.names import UploadId
@@ -30,6 +31,13 @@ from weightyard.testing.store_contract import put
 pytestmark = pytest.mark.cluster
 
 CONTENT = os.urandom(3 << 20)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _patience() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patched:
+        be_patient(patched)
+        yield
 
 
 @pytest.fixture(scope="module")

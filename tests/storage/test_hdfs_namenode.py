@@ -23,6 +23,7 @@ from weightyard.storage.store import Location, Read, StorePath
 
 _PATH = StorePath("packs/ab/x")
 _HEARD_S = 1_794_794_699.8
+_LIMIT_S = 60.0
 
 
 def node(host: str, **changes: object) -> dict[str, Any]:
@@ -213,22 +214,22 @@ def behind(kind: type[OldGateway]) -> Iterator[NameNode]:
         yield namenode
         namenode.close()
         gateway.shutdown()
-        thread.join(5)
+        thread.join(_LIMIT_S)
 
 
 def test_a_gateway_that_knows_no_locations_still_serves_bytes() -> None:
     with behind(OldGateway) as namenode:
-        location = namenode.locate(_PATH, Deadline.after(10))
+        location = namenode.locate(_PATH, Deadline.after(_LIMIT_S))
         assert location.length == len(OldGateway.content)
         assert [(span.replicas, span.access) for span in location.spans] == [((), None)]
         out = bytearray(1000)
-        WebHdfsReads(namenode).read(location, [Read(77, memoryview(out))], Deadline.after(10))
+        WebHdfsReads(namenode).read(location, [Read(77, memoryview(out))], Deadline.after(_LIMIT_S))
         assert out == OldGateway.content[77:1077]
 
 
 def test_a_gateway_that_breaks_off_is_unavailable_and_named() -> None:
     with behind(BreakingGateway) as namenode:
-        location = namenode.locate(_PATH, Deadline.after(10))
+        location = namenode.locate(_PATH, Deadline.after(_LIMIT_S))
         read = Read(77, memoryview(bytearray(1000)))
         with pytest.raises(StoreUnavailable, match="by WebHDFS"):
-            WebHdfsReads(namenode).read(location, [read], Deadline.after(10))
+            WebHdfsReads(namenode).read(location, [read], Deadline.after(_LIMIT_S))

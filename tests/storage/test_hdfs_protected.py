@@ -92,7 +92,7 @@ def zone_cluster(
     create_key = installed_java(Settings()).command(
         "org.apache.hadoop.crypto.key.KeyShell", folder / "conf", "create", "key", "-size", "128"
     )
-    subprocess.run(create_key, check=True, capture_output=True, timeout=60)
+    subprocess.run(create_key, check=True, capture_output=True, timeout=120)
     with own_cluster(racks=("a",), properties=properties) as cluster:
         yield cluster
 

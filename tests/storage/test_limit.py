@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from contextlib import ExitStack
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from weightyard.errors import StoreUnavailable
+from weightyard.errors import (
+    Cancelled,
+    DataNodeFailed,
+    FileMissing,
+    StaleLocation,
+    StoreUnavailable,
+    YardError,
+)
+from weightyard.storage.cancel import Cancel
 from weightyard.storage.limit import AdaptiveLimit, Course
 from weightyard.transfer.learned import Learned
 
@@ -111,6 +121,44 @@ def test_a_failure_halves_the_concurrency_and_an_idle_store_learns_nothing() -> 
         with limit.transfer(1):
             pass
     assert limit.limit == 8
+
+
+def test_transfers_that_fail_together_halve_the_concurrency_once() -> None:
+    limit = AdaptiveLimit(first=64)
+    for halved in (32, 16):
+        together = [limit.transfer(1, LIMIT_S) for _ in range(10)]
+        for transfer in together:
+            transfer.__enter__()
+        for transfer in together:
+            transfer.__exit__(DataNodeFailed, DataNodeFailed("dn:1", "gone"), None)
+        assert limit.limit == halved
+
+
+@pytest.mark.parametrize("said", [StaleLocation("x"), FileMissing("x"), Cancelled("x")])
+def test_what_says_nothing_of_the_network_teaches_nothing(said: YardError) -> None:
+    limit = AdaptiveLimit(first=16)
+    with ExitStack() as others:
+        for _ in range(15):
+            others.enter_context(limit.transfer(1, LIMIT_S))
+        for _ in range(100):
+            with pytest.raises(type(said)), limit.transfer(1, LIMIT_S):
+                raise said
+        assert limit.limit == 16
+
+
+def test_whoever_waits_for_a_place_can_be_cancelled() -> None:
+    limit = AdaptiveLimit(first=2, lowest=2, highest=2)
+    cancel = Cancel()
+    began = time.monotonic()
+    with limit.transfer(1), limit.transfer(1):
+        later = threading.Timer(0.1, cancel.cancel)
+        later.start()
+        with pytest.raises(Cancelled), limit.transfer(1, LIMIT_S, cancel):
+            raise AssertionError("there was no place")
+        assert time.monotonic() - began < LIMIT_S / 2
+    later.join()
+    with limit.transfer(1, LIMIT_S), limit.transfer(1, LIMIT_S):
+        pass
 
 
 def test_readers_adapt_between_2_and_64() -> None:

@@ -115,3 +115,17 @@ def test_closing_ends_idle_threads_now_and_the_others_when_their_call_returns() 
     until.set()
     busy[0].join(LIMIT_S)
     assert not busy[0].is_alive()
+
+
+def test_a_place_is_free_again_when_no_thread_can_be_begun(
+    watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        for _ in range(MOST):
+            with pytest.raises(RuntimeError, match="new thread"):
+                watched.call("asking", LIMIT_S, threading.current_thread)
+    assert watched.call("asking", 0.5, threading.current_thread).is_alive()

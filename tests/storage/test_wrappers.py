@@ -5,18 +5,20 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from weightyard.errors import (
     AlreadyThere,
+    Cancelled,
     DataNodeFailed,
     DeadlineExceeded,
     StaleLocation,
     StoreUnavailable,
 )
 from weightyard.names import PackId, UploadId
-from weightyard.storage import layout
+from weightyard.storage import layout, retry
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.limit import AdaptiveLimit, LimitedStore, Rate
 from weightyard.storage.local import LocalStore
@@ -116,11 +118,21 @@ def test_a_staging_name_is_never_used_again_after_a_failure(tmp_path: Path) -> N
     assert get(inner, staged.path) == b"abc"
 
 
-def test_retrying_ends_at_the_deadline_with_the_stores_own_error(tmp_path: Path) -> None:
+def test_retrying_ends_at_the_deadline_with_the_stores_own_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+
+    monkeypatch.setattr(retry, "time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
     failing = FaultyStore(LocalStore(tmp_path), dict.fromkeys(range(10_000), Fault.BEFORE))
     with pytest.raises(StoreUnavailable, match="injected"):
         RetryingStore(failing, Retry(0.3, 0.01, 0.05)).stat(layout.YARD)
     assert 1 < len(failing.calls) < 10_000
+    assert 0.2 < now < 0.3
 
 
 class _OneAnswer(FaultyStore):
@@ -241,6 +253,21 @@ def test_no_more_transfers_run_at_once_than_the_limit(tmp_path: Path) -> None:
     assert most == 2
     with limit.transfer(1), limit.transfer(1), pytest.raises(DeadlineExceeded):
         limit.transfer(1, timeout_s=0.01).__enter__()
+
+
+def test_a_read_that_waits_for_its_turn_can_be_cancelled(tmp_path: Path) -> None:
+    inner = LocalStore(tmp_path)
+    inner.init()
+    location = inner.locate(put(inner, b"abc"))
+    limit, cancel = AdaptiveLimit(first=2, lowest=2, highest=2), Cancel()
+    store, wanted = LimitedStore(inner, reads=limit), [Read(0, memoryview(bytearray(3)))]
+    later = threading.Timer(0.1, cancel.cancel)
+    later.start()
+    began = time.monotonic()
+    with limit.transfer(1), limit.transfer(1), pytest.raises(Cancelled):
+        store.read(location, wanted, timeout_s=LIMIT_S, cancel=cancel)
+    assert time.monotonic() - began < LIMIT_S / 2
+    later.join()
 
 
 def test_an_aborted_stage_leaves_nothing_through_all_wrappers(tmp_path: Path) -> None:

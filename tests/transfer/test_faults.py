@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import gc
 import os
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from begun import begun, left
+from patience import be_patient
 from strategies import content
 
 from weightyard.codec import Encoded, encode
 from weightyard.errors import (
     BlockCorrupt,
     Bug,
+    DataNodeFailed,
+    FileMissing,
     PackInvalid,
     Retryable,
+    StaleLocation,
     StoreUnavailable,
     UnderReplicated,
+    UnknownFormat,
     YardError,
 )
 from weightyard.format.block import CHUNK_BYTES, MIB, Codec
@@ -29,16 +35,29 @@ from weightyard.format.splitting import StateTensor, split_state
 from weightyard.names import BlockId, PackId
 from weightyard.settings import Settings
 from weightyard.storage import layout
+from weightyard.storage.cancel import Cancel
 from weightyard.storage.local import LocalStore
 from weightyard.storage.opening import open_store
-from weightyard.storage.store import FileOptions, Location, ReadPath, Stage, Store, StorePath
+from weightyard.storage.store import (
+    FileOptions,
+    Location,
+    Read,
+    ReadPath,
+    Replica,
+    Served,
+    Span,
+    Stage,
+    Store,
+    StorePath,
+)
 from weightyard.testing.cluster import MiniCluster, damage
 from weightyard.testing.cluster.daemon import Daemon
 from weightyard.testing.faults import Fault, FaultyStore
 from weightyard.transfer import writer as writing
 from weightyard.transfer.catalogue import MemoryCatalogue
+from weightyard.transfer.learned import Learned
 from weightyard.transfer.plan import Wanted
-from weightyard.transfer.reader import Choose, Reader, read_pack_index
+from weightyard.transfer.reader import Choose, Reader, ReadReport, read_pack_index
 from weightyard.transfer.source import MemorySource
 from weightyard.transfer.writer import Content, WriteOptions, Writer
 
@@ -152,6 +171,114 @@ def test_a_truncated_pack_is_found(yard: Yard) -> None:
         read_pack_index(yard.store, yard.pack)
 
 
+class Cut(LocalStore):
+    """Says what HDFS says of a file that is shorter than it was when it was located."""
+
+    def read(
+        self,
+        location: Location,
+        reads: Sequence[Read],
+        *,
+        replica: Replica | None = None,
+        timeout_s: float | None = None,
+        cancel: Cancel | None = None,
+    ) -> Served:
+        if self.stat(location.path).length < location.length:
+            raise StaleLocation(f"{location.path} is shorter than it was")
+        return super().read(location, reads, replica=replica, timeout_s=timeout_s, cancel=cancel)
+
+
+@pytest.mark.parametrize("is_located", [False, True])
+@pytest.mark.parametrize("kind", [LocalStore, Cut])
+def test_a_block_whose_pack_was_cut_short_comes_from_another_pack(
+    tmp_path: Path, kind: type[LocalStore], is_located: bool
+) -> None:
+    store = kind(tmp_path)
+    store.init()
+    yard, other = Yard(store, "weights"), Yard(store, "weights")
+    path = layout.pack(yard.pack)
+    whole = store.locate(path)
+    os.truncate(_file(yard), RAW_BYTES)
+    out = {block: bytearray(RAW_BYTES) for block in yard.blocks}
+
+    def read() -> ReadReport:
+        learned = Learned()
+        if is_located:
+            learned.locations.keep(path, whole)
+        wanted = [Wanted(block, 0, memoryview(into)) for block, into in out.items()]
+        return Reader(store, yard.catalogue, learned=learned).read(wanted)
+
+    with pytest.raises(FileMissing, match=yard.pack.hex):
+        read()
+    yard.catalogue.add_pack(other.pack, other.placements)
+    assert read().looked_up_again == 1
+    assert out == yard.blocks
+
+
+def test_a_pack_that_was_lost_keeps_no_memory_of_the_read_that_found_another(
+    tmp_path: Path,
+) -> None:
+    store = LocalStore(tmp_path)
+    store.init()
+    yard, other = Yard(store, "noise"), Yard(store, "noise")
+    learned = Learned()
+    learned.locations.ask(store, layout.pack(yard.pack))
+    os.truncate(_file(yard), RAW_BYTES)
+    yard.catalogue.add_pack(other.pack, other.placements)
+    out = {block: bytearray(RAW_BYTES) for block in yard.blocks}
+    reader = Reader(store, yard.catalogue, learned=learned)
+    gc.disable()  # it counts objects, not bytes, and may come late
+    try:
+        report = reader.read([Wanted(block, 0, memoryview(into)) for block, into in out.items()])
+        assert report.looked_up_again == 1
+        assert out == yard.blocks
+        for into in out.values():
+            into.clear()  # refused while anyone has a view
+    finally:
+        gc.enable()
+
+
+class RottenTail(LocalStore):
+    """Has three replicas, of which those named have a wrong byte so far before the end."""
+
+    def __init__(self, folder: Path, before_end: int, *rotten: str) -> None:
+        super().__init__(folder)
+        self._before_end = before_end
+        self._rotten = rotten
+
+    def locate(self, path: StorePath) -> Location:
+        found = super().locate(path)
+        replicas = tuple(Replica(f"{host}:1", host) for host in "abc")
+        return Location(path, found.length, (Span(0, found.length, replicas),))
+
+    def read(
+        self,
+        location: Location,
+        reads: Sequence[Read],
+        *,
+        replica: Replica | None = None,
+        timeout_s: float | None = None,
+        cancel: Cancel | None = None,
+    ) -> Served:
+        (asked,) = reads
+        served = super().read(location, reads)
+        if replica is not None and replica.host == "b":
+            raise DataNodeFailed(replica.datanode, "nobody listens")
+        if (replica.host if replica else "a") in self._rotten:
+            asked.into[location.length - self._before_end - asked.offset] ^= 0x40
+        return served
+
+
+@pytest.mark.parametrize("before_end", [1, 16, 20, 100], ids=["magic", "version", "sum", "index"])
+def test_an_index_that_is_rotten_on_one_replica_is_read_from_another(
+    yard: Yard, before_end: int
+) -> None:
+    folder = Path(yard.store.url.removeprefix("file://"))
+    assert read_pack_index(RottenTail(folder, before_end, "a"), yard.pack) == tuple(yard.placements)
+    with pytest.raises((PackInvalid, UnknownFormat)):
+        read_pack_index(RottenTail(folder, before_end, "a", "c"), yard.pack)
+
+
 def _write_one(store: Store, catalogue: MemoryCatalogue) -> None:
     split = split_state([StateTensor("t", DType.U8, (RAW_BYTES,))], RAW_BYTES)
     source = MemorySource(content(RAW_BYTES, "noise", 1))
@@ -175,13 +302,12 @@ def test_a_writer_that_fails_at_any_call_makes_nothing_claimable(
 
 
 def test_no_thread_is_left_behind_by_a_failed_write(tmp_path: Path) -> None:
-    before = set(threading.enumerate())
     store = FaultyStore(LocalStore(tmp_path), {3: Fault.BEFORE})
     store.init()
-    with pytest.raises(StoreUnavailable):
+    with begun() as threads, pytest.raises(StoreUnavailable):
         Yard(store, "weights")
-    left = [thread for thread in threading.enumerate() if thread not in before]
-    assert left == []
+    assert threads
+    assert left(threads) == []
 
 
 def test_too_few_replicas_in_time_is_an_error_and_the_pack_cannot_be_claimed(
@@ -257,9 +383,14 @@ def test_a_replica_damaged_on_disk_is_found_and_read_elsewhere(
 
 @pytest.mark.cluster
 def test_all_replicas_damaged_is_an_error_never_a_tensor(
-    cluster: MiniCluster, hdfs_yard: Yard, way: ReadPath, only_way: Callable[[str], Store]
+    cluster: MiniCluster,
+    hdfs_yard: Yard,
+    way: ReadPath,
+    only_way: Callable[[str], Store],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Whichever way the bytes come: HDFS's own checksums fit, and only ours can tell."""
+    be_patient(monkeypatch)
     with only_way(hdfs_yard.store.url) as hdfs_yard.store:
         assert hdfs_yard.read_all() == hdfs_yard.blocks
         assert set(hdfs_yard.report.by_path) == {way}
@@ -284,7 +415,9 @@ def test_damage_that_hdfs_sees_is_an_error_never_a_tensor(
     hdfs_yard: Yard,
     only_way: Callable[[str], Store],
     error: type[YardError],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    be_patient(monkeypatch)
     _damage_all(cluster, hdfs_yard, hide=False)
     with only_way(hdfs_yard.store.url) as hdfs_yard.store, pytest.raises(error):
         hdfs_yard.read_all()

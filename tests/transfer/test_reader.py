@@ -5,10 +5,13 @@ from __future__ import annotations
 import threading
 import time
 import tracemalloc
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
 import pytest
+from begun import begun, left
 from strategies import content
 
 from weightyard.codec import encode, encode_delta
@@ -44,6 +47,8 @@ from weightyard.transfer.writer import Content, WriteOptions, Writer
 
 BLOCK_BYTES = 8 * MIB
 LIMIT_S = 60.0
+REQUEST_S = 30.0
+"""What one request of a reader may take, unless it is told otherwise."""
 
 
 class Filled:
@@ -73,12 +78,6 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Filled:
 
 def wanted(buffers: dict[BlockId, bytearray]) -> list[Wanted]:
     return [Wanted(block, 0, memoryview(into)) for block, into in buffers.items()]
-
-
-def own_threads() -> list[str]:
-    """Threads a read may have, those that go on being the store's own."""
-    names = ("weightyard-fetch", "weightyard-decode", "weightyard-locate")
-    return [one.name for one in threading.enumerate() if one.name.startswith(names)]
 
 
 def test_the_report_says_what_was_done_and_how_long_each_stage_took(filled: Filled) -> None:
@@ -181,12 +180,13 @@ def test_many_deltas_that_store_next_to_nothing_stay_within_the_budget(tmp_path:
 
 def test_a_time_out_bounds_the_whole_read_and_leaves_no_thread(filled: Filled) -> None:
     slow = FaultyStore(filled.store, on_call=lambda index, name: time.sleep(0.2))
-    with pytest.raises(DeadlineExceeded, match="bytes are done"):
+    with begun() as threads, pytest.raises(DeadlineExceeded, match="bytes are done"):
         Reader(slow, filled.catalogue, threads=1, learned=Learned()).read(
             wanted(filled.buffers()), timeout_s=0.3
         )
     assert slow.calls.count("read") < len(filled.catalogue.packs), "the others are not begun"
-    assert own_threads() == []
+    assert threads
+    assert left(threads) == []
 
 
 @pytest.mark.parametrize("raised", [KeyboardInterrupt, RuntimeError])
@@ -196,9 +196,10 @@ def test_an_exception_in_a_hook_ends_the_read_and_leaves_no_thread(
     def interrupt(done_bytes: int) -> None:
         raise raised
 
-    with pytest.raises(raised):
+    with begun() as threads, pytest.raises(raised):
         Reader(filled.store, filled.catalogue).read(wanted(filled.buffers()), interrupt)
-    assert own_threads() == []
+    assert threads
+    assert left(threads) == []
 
 
 def test_another_thread_can_cancel_a_read(filled: Filled) -> None:
@@ -218,10 +219,11 @@ def test_another_thread_can_cancel_a_read(filled: Filled) -> None:
     held = FaultyStore(filled.store, on_call=hold)
     other = threading.Thread(target=cancel_it)
     other.start()
-    with pytest.raises(Cancelled):
+    with begun() as threads, pytest.raises(Cancelled):
         Reader(held, filled.catalogue, threads=1).read(wanted(filled.buffers()), cancel=cancel)
+    assert threads
+    assert left(threads) == []
     other.join()
-    assert own_threads() == []
     with pytest.raises(Cancelled):
         Reader(held, filled.catalogue).read(wanted(filled.buffers()), cancel=cancel)
 
@@ -281,16 +283,65 @@ def test_a_read_that_waits_for_its_second_replica_is_cancelled_too(filled: Fille
 
     reader = Reader(store, filled.catalogue, learned=learned, on_event=cancel_soon)
     began = time.monotonic()
-    with pytest.raises(Cancelled):
+    with begun() as threads, pytest.raises(Cancelled):
         reader.read([Wanted(block, 0, memoryview(bytearray(len(data))))], cancel=cancel)
-    assert 0.4 < time.monotonic() - began < 10
-    assert own_threads() == []
+    assert 0.4 < time.monotonic() - began < LIMIT_S / 2
+    assert threads
+    assert left([one for one in threads if one is not later[0]]) == []
     later[0].join()
 
 
+@contextmanager
+def held(learned: Learned) -> Iterator[None]:
+    """Other reads have all the places."""
+    with ExitStack() as others:
+        for _ in range(learned.limit.limit):
+            others.enter_context(learned.limit.transfer(1))
+        yield
+
+
+def test_a_read_that_waits_for_others_ends_with_its_time_and_when_it_is_cancelled(
+    filled: Filled,
+) -> None:
+    learned, cancel = Learned(), Cancel()
+    reader = Reader(filled.store, filled.catalogue, learned=learned)
+    later = threading.Timer(0.2, cancel.cancel)
+    later.start()
+    began = time.monotonic()
+    with held(learned):
+        with pytest.raises(DeadlineExceeded):
+            reader.read(wanted(filled.buffers()), timeout_s=0.2)
+        with pytest.raises(Cancelled):
+            reader.read(wanted(filled.buffers()), cancel=cancel)
+    assert time.monotonic() - began < REQUEST_S / 2
+    later.join()
+    out = filled.buffers()
+    reader.read(wanted(out))
+    assert out == filled.blocks
+
+
+def test_waiting_for_others_is_no_failure_of_a_replica(filled: Filled) -> None:
+    learned, events = Learned(), list[ReadEvent]()
+    reader = Reader(
+        filled.store, filled.catalogue, learned=learned, timeout_s=1.0, on_event=events.append
+    )
+    block, data = next(iter(filled.blocks.items()))
+    out = bytearray(len(data))
+    with ExitStack() as others:
+        others.enter_context(held(learned))
+        later = threading.Timer(1.5, others.pop_all().close)
+        later.start()
+    report = reader.read([Wanted(block, 0, memoryview(out))])
+    later.join()
+    assert out == data
+    assert (report.failed_over, report.failed, events) == (0, [], [])
+
+
 def test_a_read_that_succeeds_leaves_no_thread(filled: Filled) -> None:
-    Reader(filled.store, filled.catalogue).read(wanted(filled.buffers()))
-    assert own_threads() == []
+    with begun() as threads:
+        Reader(filled.store, filled.catalogue).read(wanted(filled.buffers()))
+    assert threads
+    assert left(threads) == []
 
 
 def test_locations_are_asked_for_once_and_used_by_later_reads(filled: Filled) -> None:

@@ -8,10 +8,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import pytest
+from begun import begun, left
+from patience import be_patient
 from strategies import content
 
 from weightyard.errors import Cancelled, DeadlineExceeded, YardError
@@ -22,7 +23,7 @@ from weightyard.names import BlockId
 from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.cancel import Cancel
-from weightyard.storage.hdfs.datanode import STALL_S, DataNodeReader
+from weightyard.storage.hdfs.datanode import STALL_S
 from weightyard.storage.opening import open_store
 from weightyard.storage.store import Read, ReadPath, Store
 from weightyard.testing.cluster import Daemon, MiniCluster
@@ -104,8 +105,7 @@ def kept(cluster: MiniCluster) -> Iterator[Kept]:
 @pytest.fixture
 def patient(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
     """Their store, to which a silent DataNode has not failed: so may one be on a busy machine."""
-    reader = partial(DataNodeReader, stall_s=LIMIT_S)
-    monkeypatch.setattr("weightyard.storage.hdfs.store.DataNodeReader", reader)
+    be_patient(monkeypatch)
     with kept.opened() as store:
         yield store
 
@@ -207,8 +207,9 @@ def test_reads_leave_a_stopped_datanode_and_come_back_to_it(kept: Kept) -> None:
         assert time.monotonic() < deadline
         time.sleep(0.2)
     back += reading.events
-    recovered = [event for event in back if event.kind is ReadEventKind.RECOVERED]
-    assert [event.datanode for event in recovered] == [near.plan.address]
+    # On a busy machine another one may have been silent for a while, and recovered too.
+    recovered = [event.datanode for event in back if event.kind is ReadEventKind.RECOVERED]
+    assert recovered.count(near.plan.address) == 1
 
 
 @pytest.mark.parametrize("end", ["killed", "stopped"])
@@ -310,6 +311,12 @@ def test_giving_up_leaves_no_thread_and_no_connection(kept: Kept, patient: Store
     timer = threading.Timer(
         0.4, cancel.cancel if why == "cancel" else lambda: os.kill(os.getpid(), signal.SIGINT)
     )
+
+    def read_until_it_is_given_up() -> None:
+        if why != "time-out":
+            timer.start()  # not before: wherever Ctrl-C is heard, it must be expected
+        reader.read(kept.wanted()[1], timeout_s=0.4 if why == "time-out" else None, cancel=cancel)
+
     with patient as store:
         reader = Reader(store, kept.catalogue, learned=Learned())
         reader.read(kept.wanted()[1])
@@ -317,23 +324,19 @@ def test_giving_up_leaves_no_thread_and_no_connection(kept: Kept, patient: Store
             daemon.pause()
         try:
             began = time.monotonic()
-            if why != "time-out":
-                timer.start()
-            with pytest.raises(raised) as caught:
-                reader.read(
-                    kept.wanted()[1],
-                    timeout_s=0.4 if why == "time-out" else None,
-                    cancel=cancel,
-                )
+            with begun() as threads, pytest.raises(raised) as caught:
+                read_until_it_is_given_up()
             took_s = time.monotonic() - began
         finally:
             for daemon in kept.cluster.datanodes:
                 daemon.resume()
-        left = [one.name for one in threading.enumerate() if one.name.startswith(_THREADS)]
+        reading = [one for one in threads if one.name.startswith(_THREADS)]
+        assert reading
+        still_there = left(reading)
     for daemon in kept.cluster.datanodes:
         kept.cluster.wait_until_live(daemon)
     assert took_s < AT_ONCE_S
-    assert left == []
+    assert still_there == []
     assert connections_to(ports) <= of_others
     assert why == "ctrl-c" or isinstance(caught.value, YardError)
 

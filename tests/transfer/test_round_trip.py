@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import filecmp
+import gc
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -11,10 +13,11 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from patience import be_patient
 from strategies import State, content, states
 
 from weightyard.codec import Encoded, encode, encode_delta
-from weightyard.errors import Conflict, FileMissing, NotAllowed, Refused
+from weightyard.errors import Conflict, FileMissing, NotAllowed, Refused, YardError
 from weightyard.format import manifest as manifests
 from weightyard.format.assembly import manifest_of
 from weightyard.format.block import MIB, Codec
@@ -23,10 +26,12 @@ from weightyard.format.splitting import split_state
 from weightyard.names import PackId, UploadId
 from weightyard.settings import Settings
 from weightyard.storage import layout
+from weightyard.storage.cancel import Cancel
 from weightyard.storage.local import LocalStore
 from weightyard.storage.opening import open_store
-from weightyard.storage.store import ReadPath, Store
+from weightyard.storage.store import Location, Read, ReadPath, Replica, Served, Store
 from weightyard.testing.cluster import MiniCluster
+from weightyard.testing.faults import FaultyStore
 from weightyard.transfer.catalogue import MemoryCatalogue
 from weightyard.transfer.folder import files_in, read_folder, write_folder
 from weightyard.transfer.hedging import HedgeBudget
@@ -37,6 +42,7 @@ from weightyard.transfer.source import MemorySource
 from weightyard.transfer.writer import Content, WriteOptions, Writer
 
 SMALL_PACKS = WriteOptions(pack_bytes=5 * MIB)
+LIMIT_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +55,11 @@ def folder_store(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Store]:
 @pytest.fixture(scope="module")
 def hdfs_store(cluster: MiniCluster) -> Iterator[Store]:
     settings = Settings(hadoop_conf_dir=cluster.conf_dir)
-    with open_store(cluster.fresh_dir(), settings) as store:
-        store.init()
-        yield store
+    with pytest.MonkeyPatch.context() as patched:
+        be_patient(patched)
+        with open_store(cluster.fresh_dir(), settings) as store:
+            store.init()
+            yield store
 
 
 def _round_trip(store: Store, state: State) -> None:
@@ -252,6 +260,72 @@ def test_a_file_that_is_there_already_is_not_overwritten(
     with pytest.raises(Conflict, match=r"config\.json"):
         read_folder(Reader(folder_store, catalogue), manifest, tmp_path / "back")
     assert (tmp_path / "back" / "config.json").read_text() == "mine"
+
+
+def test_a_pull_that_is_done_leaves_no_file_mapped(
+    folder_store: Store, model: Path, tmp_path: Path
+) -> None:
+    catalogue = MemoryCatalogue()
+    manifest = write_folder(Writer(folder_store, catalogue.upload()), model, MIB)
+    gc.disable()
+    try:
+        read_folder(Reader(folder_store, catalogue), manifest, tmp_path / "back")
+        assert str(tmp_path / "back") not in Path("/proc/self/maps").read_text()
+    finally:
+        gc.enable()
+
+
+class OneServes(FaultyStore):
+    """One pack is read, or refused; reads of the others hang until they are cancelled."""
+
+    def __init__(self, store: Store, one: PackId, refusal: YardError | None) -> None:
+        super().__init__(store)
+        self._one = layout.pack(one)
+        self._refusal = refusal
+        self._are_hanging = threading.Event()
+
+    def read(
+        self,
+        location: Location,
+        reads: Sequence[Read],
+        *,
+        replica: Replica | None = None,
+        timeout_s: float | None = None,
+        cancel: Cancel | None = None,
+    ) -> Served:
+        rest = [one.into[1:] for one in reads]  # as whoever receives has them at hand
+        if location.path == self._one:
+            assert self._are_hanging.wait(LIMIT_S)
+            if self._refusal is not None:
+                raise self._refusal
+            return super().read(location, reads, replica=replica, timeout_s=timeout_s)
+        assert cancel is not None
+        ended = threading.Event()
+        with cancel.ending(ended.set, "receiving"):
+            self._are_hanging.set()
+            ended.wait(LIMIT_S)
+        cancel.check("receiving")
+        raise AssertionError(f"nobody ended it, {len(rest)} reads are left")
+
+
+@pytest.mark.parametrize("error", [NotAllowed("x"), KeyboardInterrupt(), RuntimeError()])
+def test_a_pull_that_fails_says_why_and_leaves_no_file(
+    folder_store: Store, tmp_path: Path, error: BaseException
+) -> None:
+    (tmp_path / "noise").write_bytes(os.urandom(6 * MIB))
+    catalogue = MemoryCatalogue()
+    writer = Writer(folder_store, catalogue.upload(), WriteOptions(pack_bytes=3 * MIB))
+    manifest = write_folder(writer, tmp_path / "noise", MIB)
+
+    def interrupt(done_bytes: int) -> None:
+        raise error
+
+    refusal = error if isinstance(error, YardError) else None
+    store = OneServes(folder_store, next(iter(catalogue.packs)), refusal)
+    reader = Reader(store, catalogue, learned=Learned())
+    with pytest.raises(type(error)):
+        read_folder(reader, manifest, tmp_path / "back", progress=interrupt)
+    assert list((tmp_path / "back").iterdir()) == []
 
 
 def test_a_link_is_refused_rather_than_followed(folder_store: Store, model: Path) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
+import time
+import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -12,9 +15,19 @@ from typing import Literal
 
 import numpy as np
 import pytest
+from begun import begun, left
 from strategies import content
+from waiting import SOON_S, eventually
 
-from weightyard.errors import Conflict, NotAllowed, StoreFull, StoreUnavailable
+from weightyard.errors import (
+    AlreadyThere,
+    Conflict,
+    NoSuchThing,
+    NotAllowed,
+    StoreFull,
+    StoreUnavailable,
+    YardError,
+)
 from weightyard.format.block import MIB, block_id
 from weightyard.format.dtypes import DType
 from weightyard.format.pack import Placement
@@ -28,7 +41,7 @@ from weightyard.transfer.catalogue import MemoryCatalogue, Packing
 from weightyard.transfer.memory import Buffers
 from weightyard.transfer.plan import Wanted
 from weightyard.transfer.reader import Reader
-from weightyard.transfer.source import FileSource, MemorySource, Source
+from weightyard.transfer.source import FileSource, MemorySource, Source, translated
 from weightyard.transfer.together import run_together
 from weightyard.transfer.writer import Content, WriteOptions, Writer
 
@@ -237,6 +250,37 @@ def test_a_file_that_changed_since_it_was_looked_at_is_refused(
         source.read_at(0, 2)
 
 
+def test_a_file_the_system_fails_to_read_is_not_said_to_be_missing() -> None:
+    unreadable = FileSource(Path("/proc/self/mem"))  # nothing is mapped at its beginning
+    with pytest.raises(StoreUnavailable, match="/proc/self/mem: Input/output error"):
+        unreadable.read_at(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOENT, NoSuchThing),
+        (errno.ENOTDIR, NoSuchThing),
+        (errno.ELOOP, NoSuchThing),
+        (errno.EISDIR, NoSuchThing),
+        (errno.ENAMETOOLONG, NoSuchThing),
+        (errno.EEXIST, AlreadyThere),
+        (errno.EACCES, NotAllowed),
+        (errno.EROFS, NotAllowed),
+        (errno.ENOSPC, StoreFull),
+        (errno.EMFILE, StoreUnavailable),
+        (errno.ENOMEM, StoreUnavailable),
+    ],
+)
+def test_what_the_system_says_of_a_file_tells_what_to_do_next(
+    number: int, kind: type[YardError]
+) -> None:
+    with pytest.raises(kind) as caught, translated(Path("model.bin")):
+        raise OSError(number, os.strerror(number))
+    assert type(caught.value) is kind
+    assert str(caught.value) == f"model.bin: {os.strerror(number)}"
+
+
 def test_a_block_that_occurs_far_apart_is_stored_once(store: Store) -> None:
     catalogue, raws = MemoryCatalogue(), data(30)
     sources = [Elsewhere(raw) for raw in [*raws, raws[0], raws[29]]]
@@ -282,11 +326,11 @@ def test_after_a_failure_whole_packs_stay_and_no_thread_is_left(store: Store) ->
     second = [index for index, name in enumerate(clean.calls) if name == "publish"][1]
 
     catalogue = MemoryCatalogue()
-    threads = threading.active_count()
     failing = FaultyStore(store, {second: Fault.BEFORE})
-    with pytest.raises(StoreUnavailable):
+    with begun() as threads, pytest.raises(StoreUnavailable):
         Writer(failing, catalogue.upload(), options).write(contents(sources))
-    assert threading.active_count() == threads
+    assert threads
+    assert left(threads) == []
     (placements,) = catalogue.packs.values()
     known = [placement.encoding.block for placement in placements]
     assert read_back(store, catalogue, known) == data(3, "noise")
@@ -298,13 +342,13 @@ def test_a_source_that_fails_ends_the_packs_being_written(store: Store) -> None:
             raise Conflict("gone")
 
     catalogue = MemoryCatalogue()
-    threads = threading.active_count()
     sources: list[Source] = [Elsewhere(raw) for raw in data(12, "noise")]
-    with pytest.raises(Conflict, match="gone"):
+    with begun() as threads, pytest.raises(Conflict, match="gone"):
         Writer(store, catalogue.upload(), WriteOptions(pack_bytes=64 * MIB)).write(
             contents([*sources, Failing(bytes(RAW_BYTES))])
         )
-    assert threading.active_count() == threads
+    assert threads
+    assert left(threads) == []
     assert not catalogue.packs
 
 
@@ -338,7 +382,7 @@ def test_what_work_fails_of_is_raised_whatever_becomes_of_its_upload(
 
     def work() -> None:
         with alive.kept_alive(Forbidden(MemoryCatalogue().upload())):  # type: ignore[type-var]
-            assert beaten.wait(10)
+            assert beaten.wait(SOON_S)
             raise StoreFull("no room")
 
     with pytest.raises(StoreFull):
@@ -371,6 +415,57 @@ def test_buffers_of_growing_length_take_each_others_place() -> None:
     assert [one() is not None for one in made] == [False] * 15 + [True]
 
 
+def test_the_buffer_given_back_last_is_taken_first() -> None:
+    buffers = Buffers()
+    first, second = buffers.take(2 * MIB), buffers.take(2 * MIB)
+    for _ in range(3):
+        buffers.give(first)
+        buffers.give(second)
+        assert buffers.take(2 * MIB).obj is second.obj, "its pages were touched last"
+        assert buffers.take(2 * MIB).obj is first.obj
+
+
+def test_a_short_piece_does_not_hold_a_long_buffer() -> None:
+    buffers = Buffers()
+    long = buffers.take(16 * MIB)
+    buffers.give(long)
+    assert len(memoryview(buffers.take(3 * MIB).obj)) == 3 * MIB
+
+
+@pytest.mark.parametrize("delta", ["off", "also", "only"])
+def test_blocks_that_shrink_to_nothing_hold_no_memory_until_their_pack_is_full(
+    store: Store, delta: Literal["off", "also", "only"]
+) -> None:
+    class NearlyZero(Source):
+        length = 2 * RAW_BYTES
+
+        def __init__(self, number: int) -> None:
+            self._number = number
+
+        def read_into(self, offset: int, into: memoryview) -> None:
+            into[:] = bytes(len(into))
+            into[:2] = self._number.to_bytes(2, "little")
+
+    def nearly_zero(first: int) -> Content:
+        tensors = [StateTensor(f"t{n:03}", DType.BF16, (RAW_BYTES,)) for n in range(64)]
+        sources = [NearlyZero(number) for number in range(first, first + 64)]
+        return Content(split_state(tensors, 2 * RAW_BYTES), sources)
+
+    catalogue, options = MemoryCatalogue(), WriteOptions(kept_bytes=4 * MIB, threads=2)
+    (bases,) = Writer(store, catalogue.upload(), options).write([nearly_zero(1)])
+    writer = Writer(
+        store, catalogue.upload(), replace(options, delta=delta), bases=Reader(store, catalogue)
+    )
+    tracemalloc.start()
+    try:
+        writer.write([replace(nearly_zero(100), bases=dict(enumerate(bases)))])
+        _, most_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert writer.report.packs_written == 1
+    assert most_bytes < writer.report.new_bytes // 2
+
+
 def test_calls_are_asked_for_only_when_a_thread_is_free() -> None:
     gate, asked = threading.Event(), []
 
@@ -382,11 +477,17 @@ def test_calls_are_asked_for_only_when_a_thread_is_free() -> None:
                 raise AssertionError("asked for too early")
             yield gate.wait
 
-    timer = threading.Timer(0.3, lambda: asked.append(-1) or gate.set())
-    timer.start()
+    def open_gate() -> None:
+        eventually(lambda: len(asked) == 3)
+        time.sleep(0.3)  # so that one that is asked for too early would be seen
+        asked.append(-1)
+        gate.set()
+
+    opening = threading.Thread(target=open_gate)
+    opening.start()
     with pytest.raises(AssertionError):
         run_together(2, "test", calls())  # type: ignore[arg-type]
-    timer.join()
+    opening.join()
     assert asked == [0, 1, 2, -1, 3]
 
 
@@ -397,9 +498,9 @@ def test_the_first_failure_tells_the_others_to_stop() -> None:
         raise StoreUnavailable("one")
 
     def calls() -> Iterator[Callable[[], None]]:
-        yield lambda: ended.append(stop.wait(30))
+        yield lambda: ended.append(stop.wait(SOON_S))
         yield fail
-        assert stop.wait(10), "who makes the calls is told while making the next one"
+        assert stop.wait(SOON_S), "who makes the calls is told while making the next one"
 
     with pytest.raises(StoreUnavailable):
         run_together(3, "test", calls(), stop)

@@ -105,6 +105,7 @@ def encode_delta(
     *,
     hint: Codec = Codec.ZSTD,
     block: BlockId | None = None,
+    into: Buffer | None = None,
 ) -> Encoded:
     """Encode a block as its XOR with an equally long base; see `encode` and `worth_a_delta`.
 
@@ -119,7 +120,7 @@ def encode_delta(
         )
     if base_id == block:
         raise Refused(f"block {block} is its own base: refer to it instead of encoding it")
-    return _encode(raw, base_raw, hint, block, base_id)
+    return _encode(raw, base_raw, hint, block, base_id, into)
 
 
 def estimate(data: Buffer, *, hint: Codec = Codec.ZSTD, base: Buffer | None = None) -> int:

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from typing_extensions import Buffer
 
-from weightyard.errors import DeadlineExceeded, Retryable
-from weightyard.storage.cancel import Cancel
+from weightyard.errors import DeadlineExceeded, Retryable, StaleLocation
+from weightyard.storage.cancel import Cancel, ended_by
 from weightyard.storage.store import (
     FileOptions,
     FileStat,
@@ -95,7 +95,8 @@ class AdaptiveLimit:
     """How many transfers may run at once, learned from what they achieve: see `Course`.
 
     A round is twice as many transfers as the limit allows. One that never used all its places says
-    nothing about the network and changes nothing. Thread-safe.
+    nothing about the network and changes nothing. Transfers that were under way together and fail
+    are one failure. Thread-safe.
     """
 
     def __init__(
@@ -110,6 +111,7 @@ class AdaptiveLimit:
         self._clock = clock
         self._changed = threading.Condition()
         self._running = 0
+        self._failures = 0
         self._begin_round()
 
     @property
@@ -117,33 +119,54 @@ class AdaptiveLimit:
         return self._course.limit
 
     @contextmanager
-    def transfer(self, amount: int, timeout_s: float | None = None) -> Iterator[None]:
+    def transfer(
+        self, amount: int, timeout_s: float | None = None, cancel: Cancel | None = None
+    ) -> Iterator[None]:
         """Wait for a place, run one transfer of so many bytes, and learn from it.
 
-        Raises DeadlineExceeded when no place is free in time.
+        Raises DeadlineExceeded when no place is free in time, Cancelled while it waits.
         """
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._running < self.limit, timeout_s):
-                raise DeadlineExceeded(f"none of {self.limit} transfers ended in {timeout_s} s")
-            self._running += 1
-            self._was_full |= self._running >= self.limit
-        failed = False
+        failures_before = self._take_place(timeout_s, cancel)
+        is_done = has_failed = False
         try:
             yield
-        except Retryable:
-            failed = True
+            is_done = True
+        except Retryable as why:
+            has_failed = not isinstance(why, StaleLocation)  # which is an answer
             raise
         finally:
             with self._changed:
                 self._running -= 1
-                self._learn(amount, failed)
+                if is_done:
+                    self._learn(amount)
+                elif has_failed and self._failures == failures_before:
+                    self._failures += 1
+                    self._course = self._course.after_failure()
+                    self._begin_round()
                 self._changed.notify_all()
 
-    def _learn(self, amount: int, failed: bool) -> None:
-        if failed:
-            self._course = self._course.after_failure()
-            self._begin_round()
-            return
+    def _take_place(self, timeout_s: float | None, cancel: Cancel | None) -> int:
+        """Wait for a place; returns how many failures there were until then."""
+        doing = "waiting for another transfer to end"
+        # The condition inside: cancelling holds the lock of `cancel`, then takes that of this.
+        with ended_by(cancel, self._wake, doing), self._changed:
+            is_free = self._changed.wait_for(
+                lambda: self._running < self.limit or (cancel is not None and cancel.is_cancelled),
+                timeout_s,
+            )
+            if cancel is not None:
+                cancel.check(doing)
+            if not is_free:
+                raise DeadlineExceeded(f"none of {self.limit} transfers ended in {timeout_s} s")
+            self._running += 1
+            self._was_full |= self._running >= self.limit
+            return self._failures
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _learn(self, amount: int) -> None:
         self._round_bytes += amount
         self._round_left -= 1
         if self._round_left > 0:
@@ -207,7 +230,7 @@ class LimitedStore(Store):
         cancel: Cancel | None = None,
     ) -> Served:
         amount = sum(len(wanted.into) for wanted in reads)
-        with _moving(amount, self._reads, self._rate, timeout_s):
+        with _moving(amount, self._reads, self._rate, timeout_s, cancel):
             return self._store.read(
                 location, reads, replica=replica, timeout_s=timeout_s, cancel=cancel
             )
@@ -241,10 +264,14 @@ class _LimitedStage(Stage):
 
 @contextmanager
 def _moving(
-    amount: int, limit: AdaptiveLimit, rate: Rate | None, timeout_s: float | None = None
+    amount: int,
+    limit: AdaptiveLimit,
+    rate: Rate | None,
+    timeout_s: float | None = None,
+    cancel: Cancel | None = None,
 ) -> Iterator[None]:
     """Inside, so many bytes are moved within the limits."""
-    with limit.transfer(amount, timeout_s):
+    with limit.transfer(amount, timeout_s, cancel):
         if rate is not None:
             rate.spend(amount)
         yield

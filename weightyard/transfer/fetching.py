@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from weightyard.errors import (
     BlockCorrupt,
@@ -40,6 +40,8 @@ _MOST_LOOKS = 3
 
 Choose: TypeAlias = Callable[[Span], Sequence[Replica]]
 """The replicas of a span in the order in which to ask them."""
+
+_Error = TypeVar("_Error", bound=YardError)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +99,12 @@ class Job:
         """Where decoding may put what goes to several places: at the end of its memory."""
         needed = max(read.raw_scratch_bytes for read in self.run.reads)
         return self.memory[len(self.memory) - needed :]
+
+
+def without_frames(why: _Error) -> _Error:
+    """An error to be kept: the frames it passed have views of the caller's memory."""
+    why.__context__ = why.__cause__ = None
+    return why.with_traceback(None)
 
 
 class Fetcher:
@@ -165,8 +173,11 @@ class Fetcher:
         while True:
             if job.is_hopeless:
                 raise job.failures[-1]
+            _require_whole(job.run, job.location)
             try:
-                with self._limit.transfer(job.run.length, self._timeout_s):
+                # Those who have the places end in time, each by its own limit: waiting for them
+                # has none, and ends with the whole read.
+                with self._limit.transfer(job.run.length, cancel=self._stop):
                     fetched = self._ask(job, job.location)
             except StaleLocation as why:
                 self._note(job, why, is_failure=job.looks >= _MOST_LOOKS)
@@ -333,10 +344,7 @@ class Fetcher:
 
     def _note(self, job: Job, why: YardError, *, is_failure: bool = True) -> None:
         """Remember what the replica asked last did wrong."""
-        # Not the frames it passed: they hold views of the caller's memory, and a mapped file with
-        # a view left cannot be closed.
-        why.__context__ = why.__cause__ = None
-        job.failures.append(why.with_traceback(None))
+        job.failures.append(without_frames(why))
         if is_failure:
             job.tried.add(job.asked)
             self._tell(ReadEventKind.REPLICA_FAILED, job, job.asked, why)
@@ -388,3 +396,12 @@ class Fetcher:
                 _log.warning("read.base_elsewhere", block=base, reason=why)
             else:
                 return
+
+
+def _require_whole(run: Run, location: Location) -> None:
+    """Raises FileMissing if a pack ends before a run in it does."""
+    end = run.start + run.length
+    if location.length < end:
+        raise FileMissing(
+            f"{location.path} has {location.length} bytes; by its index it has {end} or more"
+        )

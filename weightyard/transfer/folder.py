@@ -112,10 +112,6 @@ def _read_file(
     with into.open("r+b") as opened:
         # Pages of a sparse file that find no room when they are written end the process.
         os.posix_fallocate(opened.fileno(), 0, file.bytes)
-        with mmap.mmap(opened.fileno(), file.bytes) as pages, memoryview(pages) as memory:
-            wanted = list(wanted_of(manifest, file.extents, memory))
-            try:
-                return reader.read(wanted, progress)
-            finally:
-                for want in wanted:
-                    want.into.release()
+        # Not closed by hand: after a failure the error's traceback still has views of it.
+        pages = memoryview(mmap.mmap(opened.fileno(), file.bytes))
+        return reader.read(list(wanted_of(manifest, file.extents, pages)), progress)

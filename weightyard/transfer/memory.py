@@ -81,7 +81,8 @@ class HostMemory:
 class Buffers:
     """Memory for many threads, used again and again; who uses it bounds how much there is.
 
-    Short buffers are not kept: the allocator has pages for them that were touched before.
+    What is lent is at most twice as long as what was asked for. Short buffers are not kept: the
+    allocator has pages for them that were touched before.
     """
 
     def __init__(self) -> None:
@@ -94,12 +95,13 @@ class Buffers:
         if length < MIB:
             return np.empty(length, np.uint8).data
         with self._lock:
-            fitting = [one for one in self._free if one.size >= length]
+            fitting = [one for one in self._free if length <= one.size <= 2 * length]
             if fitting:
-                buffer = min(fitting, key=len)
+                # Of equal ones the one used last, so that no more are touched than are needed.
+                buffer = min(fitting[::-1], key=len)
                 self._free = [one for one in self._free if one is not buffer]
             else:
-                # In the place of one that is too short: never more than were lent at once.
+                # In the place of one that does not fit: never more than were lent at once.
                 del self._free[-1:]
                 buffer = np.empty(length, np.uint8)
             self._lent[id(buffer)] = buffer

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 
@@ -35,37 +36,45 @@ def write_each_once(
     upload: UploadId,
     files: Mapping[StorePath, bytes],
     options: FileOptions | None = None,
+    *,
+    is_same: Callable[[Store, StorePath, bytes], bool] | None = None,
 ) -> Mapping[StorePath, StagedFile]:
     """The same for several: staged together, published in their order. Returns those that were.
 
     So none is there before those in front of it are, and HDFS is waited for once, not each time.
+    `is_same` says whether a file that is there will do for one with this content.
     """
     staged: dict[StorePath, StagedFile] = {}
 
-    def stage_one(number: int, path: StorePath) -> None:
-        name = path.text.rpartition("/")[2]
-        place = layout.staging(upload, f"{number}-{name}" if number else name)
-        with store.stage(place, options) as stage:
+    def stage_one(path: StorePath) -> None:
+        # A writer that was killed may have left a file: every attempt has names of its own.
+        with store.stage(layout.staging(upload, secrets.token_hex(16)), options) as stage:
             stage.write(files[path])
             staged[path] = stage.close()
 
-    stages = [partial(stage_one, number, path) for number, path in enumerate(files)]
+    stages = [partial(stage_one, path) for path in files]
     run_together(min(len(stages), _STAGED_AT_ONCE), "weightyard-stage", stages)
     return {
         path: staged[path]
         for path, content in files.items()
-        if _is_published(store, staged[path], path, content)
+        if _is_published(store, staged[path], path, content, is_same or is_there)
     }
 
 
-def _is_published(store: Store, staged: StagedFile, path: StorePath, content: bytes) -> bool:
-    """Give it its name; False: another file with this content has it. Raises Conflict."""
+def _is_published(
+    store: Store,
+    staged: StagedFile,
+    path: StorePath,
+    content: bytes,
+    is_same: Callable[[Store, StorePath, bytes], bool],
+) -> bool:
+    """Give it its name; False: another file that will do has it. Raises Conflict."""
     try:
         store.publish(staged, path)
     except AlreadyThere:
-        is_same = is_there(store, path, content)
+        will_do = is_same(store, path, content)
         store.delete(staged.path)
-        if not is_same:
+        if not will_do:
             raise Conflict(f"{path} is there with other content") from None
         return False
     return True

@@ -12,6 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 
 from weightyard.errors import BlockCorrupt, FileMissing, YardError
@@ -22,7 +23,7 @@ from weightyard.storage.deadline import Deadline
 from weightyard.storage.limit import AdaptiveLimit
 from weightyard.storage.store import Location, Store
 from weightyard.transfer.decoding import cores
-from weightyard.transfer.fetching import Carried, Fetched, Fetcher, Job
+from weightyard.transfer.fetching import Carried, Fetched, Fetcher, Job, without_frames
 from weightyard.transfer.hedging import Race
 from weightyard.transfer.learned import MOST_FETCHES, Learned
 from weightyard.transfer.memory import HostMemory
@@ -124,7 +125,16 @@ class Pipeline:
             most = max(self._report.most_host_bytes, self._memory.most_bytes)
             self._report.most_host_bytes = most
             self._memory.close()
+            self._let_go()
         return self._lost
+
+    def _let_go(self) -> None:
+        """Part with what has views of the caller's memory: errors that nobody heeded, and the
+        fetcher, which knows this pipeline, so that neither would go when it is done."""
+        with suppress(queue.Empty):
+            while True:
+                self._words.get_nowait()
+        del self._fetcher
 
     def _begin(self, runs: Sequence[Run], also: Iterable[PackId]) -> list[threading.Thread]:
         """Sort runs by whether their pack's location is known; ask for the others' at once."""
@@ -238,13 +248,12 @@ class Pipeline:
         job: Job,
     ) -> None:
         """In another thread: do some work, and post what came of it."""
-        result: object = None
-        failed: BaseException | None = None
         try:
             result = work()
         except BaseException as why:  # noqa: BLE001  the caller's thread raises it
-            failed = why
-        self._words.put(partial(then, job, result, failed))
+            self._words.put(partial(then, job, None, why))
+        else:
+            self._words.put(partial(then, job, result, None))
 
     def _carried_out(self, job: Job, carried: object, failed: BaseException | None) -> None:
         self._fetching.discard(job)
@@ -264,7 +273,7 @@ class Pipeline:
 
     def _lose(self, job: Job, why: FileMissing | BlockCorrupt) -> None:
         self._learned.locations.drop(layout.pack(job.run.pack))
-        self._lost.append((job.run, why))
+        self._lost.append((job.run, without_frames(why)))
         self._finish(job)
 
     def _finish(self, job: Job) -> None:

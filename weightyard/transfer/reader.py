@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
 from typing_extensions import Buffer
 
-from weightyard.errors import BadSetting
+from weightyard.errors import BadSetting, PackInvalid, Retryable, UnknownFormat
 from weightyard.format.block import MIB
 from weightyard.format.pack import TAIL_BYTES, Placement, read_footer, read_trailer
 from weightyard.logs import Log
@@ -19,7 +20,7 @@ from weightyard.storage import layout
 from weightyard.storage.cancel import Cancel, ended_by
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.limit import AdaptiveLimit
-from weightyard.storage.store import Read, Store
+from weightyard.storage.store import Location, Read, Replica, Store
 from weightyard.transfer.catalogue import Placements
 from weightyard.transfer.fetching import Choose, Fetcher
 from weightyard.transfer.learned import LEAST_FETCHES, Learned, learned_of
@@ -215,12 +216,29 @@ class _Call:
 
 
 def read_pack_index(store: Store, pack: PackId) -> tuple[Placement, ...]:
-    """What a pack says it holds. Raises FileMissing, PackInvalid, UnknownFormat."""
-    location = store.locate(layout.pack(pack))
+    """What a pack says it holds, by whichever replica has its index right.
 
+    Raises FileMissing, PackInvalid, UnknownFormat.
+    """
+    location = store.locate(layout.pack(pack))
+    try:
+        return _index_of(store, pack, location)
+    except (PackInvalid, UnknownFormat) as why:
+        for replica in location.spans[0].replicas if len(location.spans) == 1 else ():
+            with suppress(PackInvalid, UnknownFormat, Retryable):
+                found = _index_of(store, pack, location, replica)
+                good = replica.datanode
+                _log.warning("read.index_elsewhere", pack=pack, datanode=good, reason=why)
+                return found
+        raise
+
+
+def _index_of(
+    store: Store, pack: PackId, location: Location, replica: Replica | None = None
+) -> tuple[Placement, ...]:
     def read(offset: int, length: int) -> memoryview:
         into = memoryview(bytearray(length))
-        store.read(location, [Read(offset, into)])
+        store.read(location, [Read(offset, into)], replica=replica)
         return into
 
     return pack_index(pack, location.length, read)

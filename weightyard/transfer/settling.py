@@ -29,14 +29,17 @@ class Settling(Closing):
         self._write = write
         self._lock = threading.Lock()
         self._is_wanted = False
+        self._is_ending = False
+        """The thread looks for nothing more to do. It is still waited for."""
         self._thread: threading.Thread | None = None
 
     def soon(self) -> None:
         """Have written what waits by now."""
         with self._lock:
             self._is_wanted = True
-            if self._is_working:
+            if self._is_working and not self._is_ending:
                 return
+            self._is_ending = False
             # Not a daemon: a program that ends without closing its yard leaves no records behind.
             self._thread = threading.Thread(target=self._work, name="weightyard-records")
             try:
@@ -47,10 +50,12 @@ class Settling(Closing):
 
     def wait(self, seconds: float = _ENDING_S) -> bool:
         """Wait until there is nothing more to do, but not longer; whether that is so."""
-        thread = self._thread
-        if thread is not None:
-            thread.join(seconds)
-        return not self._is_working
+        with self._lock:  # held while a thread is begun: until then it cannot be waited for
+            thread = self._thread
+        if thread is None:
+            return True
+        thread.join(seconds)
+        return not thread.is_alive()
 
     def close(self) -> None:
         if not self.wait():
@@ -71,6 +76,5 @@ class Settling(Closing):
         """Whether something is wanted. If not, this thread is not counted on from now on."""
         with self._lock:
             is_wanted, self._is_wanted = self._is_wanted, False
-            if not is_wanted:
-                self._thread = None
+            self._is_ending = not is_wanted
             return is_wanted

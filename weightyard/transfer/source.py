@@ -13,8 +13,31 @@ from typing import NamedTuple
 import numpy as np
 from typing_extensions import Buffer
 
-from weightyard.errors import Conflict, NoSuchThing, NotAllowed, StoreFull
+from weightyard.errors import (
+    AlreadyThere,
+    Conflict,
+    NoSuchThing,
+    NotAllowed,
+    StoreFull,
+    StoreUnavailable,
+    YardError,
+)
 from weightyard.format.splitting import Piece
+
+_BY_ERRNO: dict[int, type[YardError]] = {
+    errno.ENOENT: NoSuchThing,
+    errno.ENOTDIR: NoSuchThing,
+    errno.ELOOP: NoSuchThing,
+    errno.EISDIR: NoSuchThing,
+    errno.ENAMETOOLONG: NoSuchThing,
+    errno.EEXIST: AlreadyThere,
+    errno.EACCES: NotAllowed,
+    errno.EPERM: NotAllowed,
+    errno.EROFS: NotAllowed,
+    errno.ENOSPC: StoreFull,
+    errno.EDQUOT: StoreFull,
+    errno.EFBIG: StoreFull,
+}
 
 
 class Source(ABC):
@@ -93,15 +116,15 @@ def _state(status: os.stat_result) -> _State:
 
 @contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Turns what the system says of a file of this machine into the error tree, naming it."""
+    """Turns what the system says of a file of this machine into the error tree, naming it.
+
+    What says nothing of the file, such as a failing disk or too many open files, may pass.
+    """
     try:
         yield
-    except PermissionError as why:
-        raise NotAllowed(f"{path}: {why.strerror}") from why
     except OSError as why:
-        if why.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            raise StoreFull(f"{path}: {why.strerror}") from why
-        raise NoSuchThing(f"{path}: {why.strerror}") from why
+        kind = _BY_ERRNO.get(why.errno or 0, StoreUnavailable)
+        raise kind(f"{path}: {why.strerror or why}") from why
 
 
 def piece_view(piece: Piece, sources: Sequence[Source]) -> memoryview | None:

@@ -12,11 +12,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, islice
 from queue import Empty, SimpleQueue
 from typing import Literal, Protocol
+
+import numpy as np
 
 from weightyard import codec
 from weightyard.errors import Conflict
@@ -64,7 +66,10 @@ class WriteOptions:
     threads: int = max(2, os.cpu_count() or 2)
     """For hashing and encoding."""
     lanes: int = 2
-    """Packs being written at once; each holds up to `pack_bytes` in memory until it is closed."""
+    """Packs being written at once; each keeps its blocks in memory until it is closed.
+
+    They lie in buffers up to four times as long as what is stored, mostly hardly longer.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,18 +310,35 @@ class Writer:
         self._progress(raw.nbytes)
         if delta is not None and self._options.delta == "only":
             self._buffers.give(raw)
-            return [ReadyBlock(delta)]
-        room = self._buffers.take(0 if hint is Codec.RAW else codec.room_for(raw.nbytes, hint))
+            return [delta]
+        room = self._room(raw, hint)
         whole = codec.encode(raw, hint=hint, block=block.id, into=room)
         codec.prove(whole, raw)
         self._count(whole_bytes=whole.stored_bytes)
         used, unused = (raw, room) if whole.encoding.codec is Codec.RAW else (room, raw)
         self._buffers.give(unused)
-        return [ReadyBlock(whole, used), *([ReadyBlock(delta)] if delta is not None else [])]
+        return [self._ready(whole, used), *([delta] if delta is not None else [])]
+
+    def _room(self, raw: memoryview, hint: Codec) -> memoryview:
+        return self._buffers.take(0 if hint is Codec.RAW else codec.room_for(raw.nbytes, hint))
+
+    def _ready(self, encoded: codec.Encoded, buffer: memoryview) -> ReadyBlock:
+        """A block to be written, moved out of a buffer that is much too long for it.
+
+        What is stored in a pack is bounded, and its buffers are kept until it is closed: those of
+        blocks that shrink to nothing would be as long as the blocks were.
+        """
+        stored = encoded.stored
+        if 2 * stored.nbytes >= buffer.nbytes:
+            return ReadyBlock(encoded, buffer)
+        short = self._buffers.take(stored.nbytes)
+        np.copyto(np.frombuffer(short, np.uint8), np.frombuffer(stored, np.uint8))
+        self._buffers.give(buffer)
+        return ReadyBlock(replace(encoded, stored=short), short)
 
     def _delta(
         self, block: BlockId, base: BlockId, raw: memoryview, hint: Codec
-    ) -> codec.Encoded | None:
+    ) -> ReadyBlock | None:
         """The block as a delta, proved, if that is worth it."""
         if self._bases is None:
             return None
@@ -327,15 +349,17 @@ class Writer:
             whole_bytes = codec.estimate(raw, hint=hint)
             if not codec.worth_a_delta(codec.estimate(raw, hint=hint, base=base_raw), whole_bytes):
                 return None
-            delta = codec.encode_delta(raw, base_raw, base, hint=hint, block=block)
+            room = self._room(raw, hint)
+            delta = codec.encode_delta(raw, base_raw, base, hint=hint, block=block, into=room)
             if not codec.worth_a_delta(delta.stored_bytes, whole_bytes):
+                self._buffers.give(room)
                 return None
             codec.prove(delta, raw, base=base_raw)
         finally:
             self._buffers.give(base_raw)
         if self._options.delta == "only":
             self._count(whole_bytes=whole_bytes)
-        return delta
+        return self._ready(delta, room)
 
     def _read_again(self, block: NewBlock) -> memoryview:
         """Raises Conflict if it is not what was hashed."""

@@ -72,12 +72,14 @@ class Cluster:
         """
         configuration = Configuration.load(settings)
         authority, root = _resolve(url, configuration)
+        authentication = configuration.get("hadoop.security.authentication") or "simple"
         return cls(
             authority=authority,
             root=root,
             webhdfs=settings.webhdfs or _namenode_urls(authority, configuration),
             user=settings.hdfs_user or _own_name(),
-            is_kerberos=(configuration.get("hadoop.security.authentication") or "") == "kerberos",
+            # Hadoop's SecurityUtil takes it in any case.
+            is_kerberos=authentication.lower() == "kerberos",
             uses_datanode_hostname=configuration.is_on("dfs.client.use.datanode.hostname"),
             is_transfer_protected=configuration.is_on("dfs.encrypt.data.transfer")
             or configuration.get("dfs.data.transfer.protection") is not None,

@@ -161,7 +161,7 @@ class LibhdfsReads:
         self._watched = Watched()
         self._lock = threading.Lock()
         self._files: Any = None
-        self._why_not: Unsupported | None = None
+        self._why_not: str | None = None
 
     def read(self, location: Location, reads: Sequence[Read], deadline: Deadline) -> None:
         doing = f"reading {location.path} by libhdfs"
@@ -170,10 +170,11 @@ class LibhdfsReads:
         is_given_up = False
 
         def fill() -> None:
+            files = self._connected()
             piece = memoryview(
                 bytearray(min(_MIB, max((len(one.into) for one in reads), default=0)))
             )
-            with self._connected().open_input_file(path) as file:
+            with files.open_input_file(path) as file:
                 for wanted in reads:
                     file.seek(wanted.offset)
                     for start in range(0, len(wanted.into), _MIB):
@@ -203,12 +204,13 @@ class LibhdfsReads:
     def _connected(self) -> Any:
         with self._lock:
             if self._why_not is not None:
-                raise self._why_not
+                # A new one each time: those who caught one before have it with their buffers.
+                raise Unsupported(self._why_not)
             if self._files is None:
                 try:
                     self._files = self._connect()
                 except Unsupported as why:
-                    self._why_not = why
+                    self._why_not = str(why)
                     raise
             return self._files
 

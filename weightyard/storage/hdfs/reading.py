@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 from weightyard.errors import (
@@ -42,6 +43,9 @@ class Reading:
     one serves it. From then on a DataNode that fails is a DataNode that failed, until all that have
     a block did. If none serves, and another way does, that one is used, and direct reads are tried
     again: after a minute if there was none yet.
+
+    An error that is kept is a copy, and what is raised is a copy of that: one that was raised has
+    the frames it passed, and they have the caller's buffers.
     """
 
     def __init__(
@@ -106,7 +110,7 @@ class Reading:
                 return True  # it answered, and the read to come will say the same
             except DataNodeFailed as why:
                 _log.info("read.not_direct", datanode=replica.datanode, reason=why.reason)
-                self._why_not_direct = why
+                self._why_not_direct = copy(why)
             else:
                 return True
         return False
@@ -120,15 +124,15 @@ class Reading:
                 way.read(location, reads, deadline)
             except Unsupported as why:
                 _log.debug("read.way_closed", way=way.path, reason=why)
-                failed = why
+                failed = copy(why)
             except (StoreUnavailable, NotAllowed) as why:
                 _log.warning("read.way_failed", way=way.path, reason=why)
-                failed = why
+                failed = copy(why)
             else:
                 return Served(way.path)
         with self._lock:
             self._works = None if self._direct is not None else False
-        raise failed
+        raise copy(failed)
 
 
 def split(location: Location, reads: Sequence[Read]) -> Iterator[Piece]:
@@ -191,7 +195,7 @@ def _read_from_any(
         except (DataNodeFailed, StaleLocation) as this:
             _log.warning("read.replica_failed", datanode=replica.datanode, reason=this)
             failed.add(replica.datanode)
-            why = this
+            why = copy(this)
         else:
             return replica
-    raise why
+    raise copy(why)

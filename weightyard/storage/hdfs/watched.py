@@ -37,10 +37,7 @@ class Watched:
         with self._lock:
             inbox = self._idle.pop() if self._idle else None
         if inbox is None:
-            inbox = SimpleQueue()
-            threading.Thread(
-                target=self._work, args=(inbox,), name="weightyard-hdfs", daemon=True
-            ).start()
+            inbox = self._begin_thread()
         inbox.put((function, outcome))
         try:
             return outcome.result(limit_s)
@@ -48,6 +45,8 @@ class Watched:
             if outcome.done():
                 raise
             raise StoreUnavailable(f"{doing}: no answer for {limit_s:.1f} s") from None
+        finally:
+            del outcome  # it has the error, which has this frame: a ring around the caller's memory
 
     def close(self) -> None:
         """End the threads: those with nothing to do now, the others when their call returns."""
@@ -56,6 +55,20 @@ class Watched:
             idle, self._idle = self._idle, []
         for inbox in idle:
             inbox.put(None)
+
+    def _begin_thread(self) -> SimpleQueue[_Job | None]:
+        """The inbox of a new thread. If none can be had, the caller's place is free again."""
+        inbox: SimpleQueue[_Job | None] = SimpleQueue()
+        work = threading.Thread(
+            target=self._work, args=(inbox,), name="weightyard-hdfs", daemon=True
+        )
+        try:
+            work.start()
+        except BaseException:
+            inbox.put(None)  # it may have begun nevertheless, when this one was interrupted
+            self._places.release()
+            raise
+        return inbox
 
     def _work(self, inbox: SimpleQueue[_Job | None]) -> None:
         is_kept = True
