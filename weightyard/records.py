@@ -7,18 +7,45 @@ from __future__ import annotations
 
 import enum
 import hashlib
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from weightyard.names import MAX_STEP
+
+MAX_LEVELS = 64
+"""How deep lists and objects may nest that others wrote. pydantic writes out no more than 255."""
 
 
 class Record(BaseModel):
     """Frozen, and silent about fields a newer service may send."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
+
+
+def nests_deeper(value: object, levels: int = MAX_LEVELS) -> bool:
+    """Whether there are more than so many lists and objects within each other."""
+    inside: Iterable[object]
+    match value:
+        case dict():
+            inside = value.values()
+        case list() | tuple():
+            inside = value
+        case _:
+            return False
+    return levels == 0 or any(nests_deeper(one, levels - 1) for one in inside)
+
+
+def _require_shallow(value: dict[str, Any]) -> dict[str, Any]:
+    if nests_deeper(value):
+        raise ValueError(f"it nests deeper than {MAX_LEVELS} levels")
+    return value
+
+
+Nested = Annotated[dict[str, Any], AfterValidator(_require_shallow)]
+"""An object that somebody says, with anything in it that can be told again."""
 
 
 class Model(Record):
@@ -318,8 +345,8 @@ class Publication(Record):
         default_factory=dict, max_length=1000, description="Finite: JSON has no other numbers"
     )
     tags: dict[str, str] = Field(default_factory=dict, max_length=1000)
-    metadata: dict[str, Any] = Field(default_factory=dict)
-    config: dict[str, Any] | None = Field(default=None, description="The model's config.json")
+    metadata: Nested = Field(default_factory=dict)
+    config: Nested | None = Field(default=None, description="The model's config.json")
     alias: str | None = None
     expect_latest: int | None = Field(
         default=None,

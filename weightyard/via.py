@@ -171,7 +171,7 @@ class ViaDataNodes(ViaStore):
         return True
 
     def manifest(self, version: Version, deadline: Deadline) -> Manifest:
-        return self._service.manifest(Ref.parse(version.ref), deadline)
+        return self._service.manifest(version, deadline)
 
 
 class ViaService(Via):
@@ -191,7 +191,7 @@ class ViaService(Via):
         raise type(self._why)(*self._why.args)
 
     def manifest(self, version: Version, deadline: Deadline) -> Manifest:
-        return self._catalogue.manifest(Ref.parse(version.ref), deadline)
+        return self._catalogue.manifest(version, deadline)
 
     def reader(self, version: Version, manifest: Manifest, deadline: Deadline) -> ReadsBlocks:
         return self._catalogue.reader(version, manifest, deadline)

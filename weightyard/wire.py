@@ -18,7 +18,15 @@ from weightyard.format.pack import (
     read_entry,
 )
 from weightyard.names import MAX_STEP, BlockId, PackId
-from weightyard.records import MAX_HOLDER, MAX_LEASE_S, PolicyName, Publication, Record, Role
+from weightyard.records import (
+    MAX_HOLDER,
+    MAX_LEASE_S,
+    Nested,
+    PolicyName,
+    Publication,
+    Record,
+    Role,
+)
 
 _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound="Body")
@@ -73,7 +81,7 @@ class Annotation(Body):
         default=None, max_length=1000, examples=[{"accuracy": 0.93}]
     )
     tags: dict[str, str] | None = Field(default=None, max_length=1000, examples=[{"task": "qa"}])
-    metadata: dict[str, Any] | None = None
+    metadata: Nested | None = None
 
     def changes(self) -> dict[str, Any]:
         return self.model_dump(exclude_none=True)

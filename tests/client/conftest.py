@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from cutting import Cutting
 from opened import Opens
-from service_world import World, any_world, url, world
+from service_world import LIMIT_S, World, any_world, url, world
 
 from weightyard.opening import open_yard
 from weightyard.settings import Settings
@@ -22,7 +22,7 @@ def opens(world: World, url: str) -> Opens:
         return open_yard(
             where,
             token=world.secrets["writer"],
-            settings=Settings(**{"deadline_s": 10, **settings}),
+            settings=Settings(**{"deadline_s": LIMIT_S, **settings}),
         )
 
     return opened

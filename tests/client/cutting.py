@@ -19,7 +19,8 @@ class Cutting:
         self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         self.connections = 0
         self._sockets: list[socket.socket] = []
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._accepting = threading.Thread(target=self._accept, daemon=True)
+        self._accepting.start()
 
     def _accept(self) -> None:
         while True:
@@ -51,5 +52,9 @@ class Cutting:
                 end.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
+        # A thread that waits for connections is woken by the end of its socket, not by its closing.
+        with suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._accepting.join()
         for one in (self._listener, *self._sockets):
             one.close()

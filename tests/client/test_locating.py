@@ -15,9 +15,11 @@ from typing import Any
 
 import pytest
 from opened import same
-from service_world import World, make_world
+from patience import PATIENT, be_patient
+from service_world import LIMIT_S, World, counted_all, make_world
 
 from weightyard.client.catalogue import HttpCatalogue
+from weightyard.client.connection import Connection
 from weightyard.client.locating import LIFE_S, MOST_VERSIONS, ServiceLocator
 from weightyard.errors import DeadlineExceeded, FileMissing, NotAllowed
 from weightyard.format.block import MIB
@@ -45,6 +47,7 @@ def world(
 ) -> Iterator[World]:
     """A service on an HDFS with block tokens."""
     monkeypatch.setattr(learned, "_of_store", {})  # all these yards get the same name
+    be_patient(monkeypatch)
     settings = Settings(hadoop_conf_dir=token_cluster.conf_dir)
     with open_store(token_cluster.fresh_dir(), settings) as store:
         store.init()
@@ -104,7 +107,7 @@ def lost(tmp_path: Path) -> dict[str, str]:
 
 def run(env: dict[str, str], script: str) -> dict[str, Any]:
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", PATIENT + script],
         env=env, capture_output=True, text=True, timeout=110, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -133,6 +136,7 @@ def namenode_calls(cluster: MiniCluster, command: str = "open") -> int:
 
 
 def through_service(world: World) -> float:
+    counted_all(world)
     return float(world.service.metrics.bytes.labels("out")._value.get())
 
 
@@ -245,7 +249,7 @@ def test_block_tokens_are_in_no_log_line_and_no_repr(
     assert min(map(len, tokens)) > 50
     with HttpCatalogue(url, world.secrets["reader"]) as catalogue:
         locator = expecting(catalogue, world)
-        found = locator.locate(a_pack(world), Deadline.after(10))
+        found = locator.locate(a_pack(world), Deadline.after(LIMIT_S))
         (span,) = found.spans
         assert isinstance(span.access, BlockAccess)
         told = span.access.token
@@ -268,32 +272,33 @@ def a_pack(world: World, number: int = 0) -> StorePath:
     return sorted(world.store.list(layout.PACKS), key=lambda file: file.path)[number].path
 
 
-def asked(world: World) -> int:
-    """How often the service answered with locations of a version."""
-    time.sleep(0.2)  # it counts after it has answered
-    route = "/models/{project}/{name}/versions/{number}/locations"
-    return int(world.service.metrics.requests.labels("GET", route, "200")._value.get())
-
-
 def test_one_request_serves_a_whole_version_until_a_pack_is_asked_for_again(
-    world: World, url: str, published: str
+    world: World, url: str, published: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = 0.0
+    asked: list[str] = []
+    stream = Connection.stream
+
+    def noted(self: Connection, path: str, *arguments: Any, **options: Any) -> Any:
+        asked.append(path)
+        return stream(self, path, *arguments, **options)
+
+    monkeypatch.setattr(Connection, "stream", noted)
     with HttpCatalogue(url, world.secrets["reader"]) as catalogue:
         locator = expecting(catalogue, world, clock=lambda: now)
         packs = [file.path for file in world.store.list(layout.PACKS)]
         for pack in packs:
             now += 1
-            assert locator.locate(pack, Deadline.after(10)).path == pack
-        assert asked(world) == 1
+            assert locator.locate(pack, Deadline.after(LIMIT_S)).path == pack
+        assert len(asked) == 1
         now += 1
-        locator.locate(packs[0], Deadline.after(10))
-        assert asked(world) == 2, "what it said before did not serve"
-        locator.locate(packs[1], Deadline.after(10))
-        assert asked(world) == 2, "what is new has not been tried"
+        locator.locate(packs[0], Deadline.after(LIMIT_S))
+        assert len(asked) == 2, "what it said before did not serve"
+        locator.locate(packs[1], Deadline.after(LIMIT_S))
+        assert len(asked) == 2, "what is new has not been tried"
         now += LIFE_S + 1
-        locator.locate(packs[2], Deadline.after(10))
-        assert asked(world) == 3, "and it is old by now"
+        locator.locate(packs[2], Deadline.after(LIMIT_S))
+        assert len(asked) == 3, "and it is old by now"
 
 
 def test_a_pack_that_no_version_has_is_missing_and_time_is_bounded(
@@ -303,10 +308,10 @@ def test_a_pack_that_no_version_has_is_missing_and_time_is_bounded(
     with HttpCatalogue(url, world.secrets["reader"]) as catalogue:
         locator = expecting(catalogue, world)
         with pytest.raises(FileMissing, match="0000"):
-            locator.locate(stranger, Deadline.after(10))
+            locator.locate(stranger, Deadline.after(LIMIT_S))
         with locator._asking, pytest.raises(DeadlineExceeded, match="asking the service"):
             locator.locate(a_pack(world), Deadline.after(0.1))
-        locator.locate(a_pack(world), Deadline.after(10))
+        locator.locate(a_pack(world), Deadline.after(LIMIT_S))
         version = catalogue.resolve(Ref.parse(BERT))
         for number in range(2, 3 * MOST_VERSIONS):
             locator.expect(version.model_copy(update={"number": number}))
@@ -315,7 +320,18 @@ def test_a_pack_that_no_version_has_is_missing_and_time_is_bounded(
         locator = ServiceLocator(catalogue.connection, Settings())
         locator.expect(version)
         with pytest.raises(NotAllowed, match="team"):
-            locator.locate(a_pack(world), Deadline.after(10))
+            locator.locate(a_pack(world), Deadline.after(LIMIT_S))
+
+
+def test_a_pack_is_missing_however_often_it_is_asked_for_of_a_version_that_is_gone(
+    world: World, url: str, published: str
+) -> None:
+    with HttpCatalogue(url, world.secrets["lead"]) as catalogue:
+        locator = expecting(catalogue, world)
+        catalogue.remove(Ref(ModelName("team", "bert"), 1))
+        for _ in range(3):
+            with pytest.raises(FileMissing, match="packs"):
+                locator.locate(a_pack(world), Deadline.after(LIMIT_S))
 
 
 def test_who_holds_a_version_that_was_removed_goes_on_where_it_lies(
@@ -324,10 +340,10 @@ def test_who_holds_a_version_that_was_removed_goes_on_where_it_lies(
     now = 0.0
     with HttpCatalogue(url, world.secrets["lead"]) as catalogue:
         locator = expecting(catalogue, world, clock=lambda: now)
-        first = locator.locate(a_pack(world), Deadline.after(10))
+        first = locator.locate(a_pack(world), Deadline.after(LIMIT_S))
         catalogue.remove(Ref(ModelName("team", "bert"), 1))
         now += LIFE_S + 1
-        assert locator.locate(a_pack(world), Deadline.after(10)) == first
+        assert locator.locate(a_pack(world), Deadline.after(LIMIT_S)) == first
 
 
 def test_a_host_that_reaches_no_datanode_either_pulls_through_the_service(
@@ -369,8 +385,8 @@ def test_doctor_finds_nothing_wrong_with_a_host_that_only_reads(
 ) -> None:
     env = lost | {"WEIGHTYARD_URL": url, "WEIGHTYARD_TOKEN": world.secrets["reader"]}
     done = subprocess.run(
-        [str(Path(sys.executable).with_name("weightyard")), "doctor"],
-        env=env, capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-c", f"{PATIENT}\nfrom weightyard.cli import main\nmain()", "doctor"],
+        env=env, capture_output=True, text=True, timeout=LIMIT_S, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "no NameNode" in " ".join(done.stdout.split())

@@ -9,7 +9,7 @@ import pytest
 from checkpointing import RUN, Saving, save
 from cutting import Cutting
 from pushing import read_back
-from service_world import World, push, served
+from service_world import LIMIT_S, World, push, served
 
 from weightyard.client.catalogue import HttpCatalogue
 from weightyard.errors import (
@@ -32,7 +32,7 @@ BERT = ModelName("team", "bert")
 
 @pytest.fixture
 def client(world: World, url: str) -> Iterator[HttpCatalogue]:
-    with HttpCatalogue(url, world.secrets["writer"], deadline_s=10) as made:
+    with HttpCatalogue(url, world.secrets["writer"], deadline_s=LIMIT_S) as made:
         yield made
 
 
@@ -50,7 +50,7 @@ def test_ranks_on_other_hosts_write_one_checkpoint(any_world: World) -> None:
                 joined.finish_rank(rank)
 
         with ThreadPoolExecutor(3) as pool:
-            list(pool.map(work, range(3), timeout=60))
+            list(pool.map(work, range(3), timeout=LIMIT_S))
         version = saving.commit()
         assert (version.ref, version.step) == ("team/run42@v1", 1200)
         found = client.resolve(Ref.parse("team/run42@step-1200"))
@@ -111,24 +111,17 @@ def test_a_writer_rules_over_the_checkpoints_of_runs_only(
     assert [model.name for model in client.models(kind="run")] == ["team/run42"]
 
 
-@pytest.fixture
-def cutting(url: str) -> Iterator[Cutting]:
-    proxy = Cutting(url)
-    yield proxy
-    proxy.close()
-
-
 def test_taking_over_after_a_lost_answer_gives_a_generation_that_counts(
     world: World, cutting: Cutting
 ) -> None:
     registry: Registry = world.registry
     cutting.cut_after_bytes = [0]
-    with HttpCatalogue(cutting.url, world.secrets["writer"], deadline_s=10) as client:
+    with HttpCatalogue(cutting.url, world.secrets["writer"], deadline_s=LIMIT_S) as client:
         run = client.begin_generation(RUN)
     assert run.generation == registry.run(RUN).generation == 2
     cutting.cut_after_bytes = [0]
     with (
-        HttpCatalogue(cutting.url, world.secrets["writer"], deadline_s=10) as client,
+        HttpCatalogue(cutting.url, world.secrets["writer"], deadline_s=LIMIT_S) as client,
         pytest.raises(RegistryUnavailable),
     ):
         client.begin_generation(RUN, expect=2)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from cutting import Cutting
 from opened import Opens, same, spoil_answers
-from service_world import World
+from service_world import World, counted_all
 
 from weightyard import via
 from weightyard.errors import (
@@ -85,6 +85,23 @@ def test_a_host_that_cannot_reach_the_store_pushes_and_pulls_all_the_same(
     assert (straight.digest, straight.new_bytes) == (pushed.digest, 0)
     assert pushed.new_bytes > pushed.stored_bytes > 0 < pushed.packs_written
     assert len(said(caplog)) == 1, "it was reached"
+
+
+@pytest.mark.parametrize("via", ["store", "service"])
+def test_diff_names_a_small_tensor_that_changed_and_not_its_neighbours(
+    opens: Opens, tmp_path: Path, via: str
+) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    tensors = {f"b{number}": np.full(100, number, np.float32) for number in range(10)}
+    file = tmp_path / "model.safetensors"
+    with opens(via=via) as yard:
+        for value in (0, 99):
+            tensors["b3"][0] = value
+            safetensors.save_file(tensors, file)
+            yard.push(file, "team/bert")
+        found = yard.diff("team/bert@v1", "team/bert@v2")
+    assert found.tensors_changed == ("model.safetensors:b3",)
+    assert (found.tensors_same, found.files_changed) == (9, ("model.safetensors",))
 
 
 def test_only_files_that_fit_come_through_the_service(
@@ -166,40 +183,48 @@ def test_a_store_that_had_a_bad_moment_is_used_again_after_a_while(
     def unreachable(store: Store, about: About) -> None:
         raise StoreUnavailable("a bad moment")
 
-    through_service = world.service.metrics.bytes.labels
+    def through_service(way: str) -> float:
+        counted_all(world)
+        return float(world.service.metrics.bytes.labels(way)._value.get())
+
+    monkeypatch.setattr(via, "_RECHECK_S", 3600.0)
     with opens() as yard:
         with monkeypatch.context() as bad:
             bad.setattr(via, "_require_reading", unreachable)
             yard.push(folder, "team/bert")
-        came = through_service("in")._value.get()
+        came = through_service("in")
         assert came > 0
         yard.pull("team/bert", tmp_path / "soon")
-        sent = through_service("out")._value.get()
+        sent = through_service("out")
         assert sent > 0, "it is not tried each time"
         monkeypatch.setattr(via, "_RECHECK_S", 0.0)
         yard.pull("team/bert", tmp_path / "later")
         yard.push({"new": np.arange(1000)}, "team/bert")
         assert yard.store.url == world.store.url
     assert same(folder, tmp_path / "later")
-    assert through_service("out")._value.get() == sent
-    assert through_service("in")._value.get() == came
+    assert through_service("out") == sent
+    assert through_service("in") == came
 
 
 def test_the_setting_goes_before_what_would_work(
     world: World, opens: Opens, folder: Path, tmp_path: Path
 ) -> None:
     sent: list[float] = []
-    count = world.service.metrics.bytes.labels
+
+    def count(way: str) -> float:
+        counted_all(world)
+        return float(world.service.metrics.bytes.labels(way)._value.get())
+
     with opens(via="service") as yard:
         yard.push(folder, "team/bert")
-        sent.append(count("in")._value.get())
+        sent.append(count("in"))
         yard.pull("team/bert", tmp_path / "out")
-        sent.append(count("out")._value.get())
+        sent.append(count("out"))
     assert sent[0] > 4 * MIB, "what is new, encoded"
     assert sent[1] > sent[0], "files, as they are"
     with opens(via="store") as yard:
         yard.pull("team/bert", tmp_path / "straight")
-    assert count("out")._value.get() == sent[1]
+    assert count("out") == sent[1]
     world.store.url = NOBODY_THERE
     with opens(via="store", deadline_s=1) as yard, pytest.raises(StoreUnavailable):
         yard.pull("team/bert", tmp_path / "never")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -10,13 +11,15 @@ import pytest
 from cutting import Cutting
 from hypothesis import given
 from hypothesis import strategies as st
-from service_world import World, push
+from service_world import LIMIT_S, World, push
 
 from weightyard.client.catalogue import HttpCatalogue
+from weightyard.client.connection import ANSWER_S
 from weightyard.client.events import events, parsed
 from weightyard.errors import NoSuchThing, RegistryUnavailable, Retryable
 from weightyard.names import AliasName, ModelName, Ref
 from weightyard.records import Event, Version
+from weightyard.service import events as service_events
 from weightyard.storage.cancel import Cancel
 
 BERT = ModelName.parse("team/bert")
@@ -31,7 +34,7 @@ data: {"id": 7, "at": "2026-01-01T00:00:00Z", "kind": "alias.moved", "subject": 
 
 @pytest.fixture
 def catalogue(world: World, url: str) -> Iterator[HttpCatalogue]:
-    with HttpCatalogue(url, world.secrets["writer"], deadline_s=5) as opened:
+    with HttpCatalogue(url, world.secrets["writer"], deadline_s=LIMIT_S) as opened:
         yield opened
     world.service.wake.end()
 
@@ -72,13 +75,12 @@ def test_events_go_on_after_the_last_one_heard(world: World, catalogue: HttpCata
     assert first.number == 1
 
 
-def test_a_watch_goes_on_when_its_stream_is_cut(world: World, url: str) -> None:
-    proxy = Cutting(url)
-    with HttpCatalogue(proxy.url, world.secrets["writer"], deadline_s=5) as catalogue:
+def test_a_watch_goes_on_when_its_stream_is_cut(world: World, cutting: Cutting) -> None:
+    with HttpCatalogue(cutting.url, world.secrets["writer"], deadline_s=LIMIT_S) as catalogue:
         push(catalogue, world.store, "team/bert", b"one", alias="prod")
-    with HttpCatalogue(proxy.url, world.secrets["writer"], deadline_s=5) as catalogue:
+    with HttpCatalogue(cutting.url, world.secrets["writer"], deadline_s=LIMIT_S) as catalogue:
         stop = Cancel()
-        proxy.cut_after_bytes = [2000, 100]  # the stream amid its events, the next one's answer
+        cutting.cut_after_bytes = [2000, 100]  # the stream amid its events, the next one's answer
         seen = catalogue.watch(PROD, poll_s=NEVER_S, stop=stop)
         numbers(seen, 1)
         push(catalogue, world.store, "team/bert", b"two", alias="prod")
@@ -91,19 +93,27 @@ def test_a_watch_goes_on_when_its_stream_is_cut(world: World, url: str) -> None:
 
 
 def test_a_service_that_is_away_is_an_error_seen_at_once_and_again() -> None:
-    with HttpCatalogue("http://127.0.0.1:9", deadline_s=30) as catalogue:
+    with socket.socket() as taken:  # so that nobody comes to listen there
+        taken.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        errors_seen_at_once_and_again(url)
+
+
+def errors_seen_at_once_and_again(url: str) -> None:
+    with HttpCatalogue(url, deadline_s=LIMIT_S) as catalogue:
         stop = Cancel()
         seen = catalogue.watch(PROD, poll_s=0.01, stop=stop)
         began = time.monotonic()
         assert all(isinstance(next(seen), Retryable) for _ in range(3))
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < LIMIT_S / 2, "not each time when time was up"
         stop.cancel()
         assert list(seen) == []
 
 
 def test_a_watch_that_waits_for_events_ends_when_it_is_stopped(
-    world: World, catalogue: HttpCatalogue
+    world: World, catalogue: HttpCatalogue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(service_events, "_SIGN_OF_LIFE_S", NEVER_S)  # which it would be ended by
     push(catalogue, world.store, "team/bert", b"one", alias="prod")
     stop = Cancel()
     seen = catalogue.watch(PROD, poll_s=NEVER_S, stop=stop)
@@ -111,7 +121,7 @@ def test_a_watch_that_waits_for_events_ends_when_it_is_stopped(
     threading.Timer(0.3, stop.cancel).start()
     began = time.monotonic()
     assert all(isinstance(one, Version) for one in seen)
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < ANSWER_S / 2
 
 
 @given(st.integers(1, len(EVENT)))

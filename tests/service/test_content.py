@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import threading
+import time
 import tracemalloc
 from contextlib import ExitStack
 
@@ -10,9 +12,11 @@ import httpx
 import msgspec
 import pytest
 from blake3 import blake3
-from service_world import World, push, push_file
+from service_world import LIMIT_S, World, push, push_file
 from sqlalchemy import update
+from waiting import eventually
 
+from weightyard.errors import RegistryUnavailable
 from weightyard.format.block import MIB
 from weightyard.names import Digest, PackId
 from weightyard.registry import schema
@@ -103,7 +107,7 @@ def test_looking_at_a_file_reads_none_of_it_and_is_no_use(world: World, url: str
     for pack in list(world.store.list(layout.PACKS)):
         world.store.delete(pack.path)
     headers = {"Authorization": f"Bearer {world.secrets['reader']}"}
-    seen = httpx.head(f"{url}/api/v1/{FILE}", headers=headers)
+    seen = httpx.head(f"{url}/api/v1/{FILE}", headers=headers, timeout=LIMIT_S)
     assert (seen.status_code, seen.headers["content-length"]) == (200, "1000")
     assert world.call("GET", "models/team/bert/versions/1").json()["last_used"] is None
 
@@ -128,7 +132,7 @@ def test_a_large_file_passes_through_little_memory(
     headers = {"Authorization": f"Bearer {world.secrets['reader']}"}
     digest = blake3()
     tracemalloc.start()
-    with httpx.stream("GET", f"{url}/api/v1/{FILE}", headers=headers) as answer:
+    with httpx.stream("GET", f"{url}/api/v1/{FILE}", headers=headers, timeout=LIMIT_S) as answer:
         for piece in answer.iter_bytes(65536):
             digest.update(piece)
     _, peak = tracemalloc.get_traced_memory()
@@ -147,6 +151,34 @@ def test_more_files_at_once_than_there_is_room_for_are_asked_to_wait(
         assert (busy.status_code, busy.headers["retry-after"]) == (503, "1")
         assert world.call("GET", FILE, token="writer").content == data, "others are served"
     assert world.call("GET", FILE, token="reader").content == data
+
+
+def test_a_file_is_not_read_on_for_a_client_that_is_gone(
+    world: World, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sending, "WINDOW_BYTES", MIB)
+    push_file(world, "team/bert", "w.bin", os.urandom(MIB) * 64)
+    read = sending.FileBody._read
+    inside = world.service.turnstile._inside
+    starts: list[int] = []
+    gone = threading.Event()
+
+    def slow(self: sending.FileBody, window: Span) -> memoryview:
+        starts.append(window.start)
+        if window.start >= 2 * MIB:
+            assert gone.wait(LIMIT_S)
+            time.sleep(0.05)  # so that there is time to see it
+        return read(self, window)
+
+    monkeypatch.setattr(sending.FileBody, "_read", slow)
+    headers = {"Authorization": f"Bearer {world.secrets['reader']}"}
+    with httpx.stream("GET", f"{url}/api/v1/{FILE}", headers=headers, timeout=LIMIT_S) as answer:
+        next(answer.iter_raw())
+        eventually(lambda: 2 * MIB in starts)
+        assert inside["reader"] == 1
+    gone.set()
+    eventually(lambda: not inside)
+    assert len(starts) < 32
 
 
 def test_damaged_bytes_are_a_problem_and_never_an_answer(world: World, data: bytes) -> None:
@@ -173,7 +205,7 @@ def test_bytes_damaged_further_on_break_the_answer_off(
     file.write_bytes(content)
     headers = {"Authorization": f"Bearer {world.secrets['reader']}"}
     with pytest.raises(httpx.RemoteProtocolError, match="without sending complete"):
-        httpx.get(f"{url}/api/v1/{FILE}", headers=headers)
+        httpx.get(f"{url}/api/v1/{FILE}", headers=headers, timeout=LIMIT_S)
 
 
 def test_the_manifest_is_the_one_the_digest_names(world: World, data: bytes) -> None:
@@ -268,3 +300,14 @@ def test_reading_a_file_is_a_use_of_the_version(world: World, data: bytes) -> No
     assert world.call("GET", version).json()["last_used"] is None
     world.call("GET", FILE)
     assert world.call("GET", version).json()["last_used"] is not None
+
+
+def test_a_use_that_cannot_be_noted_keeps_nobody_from_reading(
+    world: World, data: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*values: object) -> None:
+        raise RegistryUnavailable("database: it is read-only for now")
+
+    monkeypatch.setattr(world.registry, "note_token_use", fail)
+    monkeypatch.setattr(world.registry, "mark_used", fail)
+    assert world.call("GET", FILE, token="reader").content == data

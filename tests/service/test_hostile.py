@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from service_world import API, World, push_file
+from service_world import API, LIMIT_S, World, push_file
 from waiting import eventually
 
+from weightyard.errors import Refused
+from weightyard.names import Ref
+from weightyard.records import MAX_LEVELS
 from weightyard.service import limits
+from weightyard.transfer.gather import parsed_config
+from weightyard.transfer.publish import checked_publication
+from weightyard.wire import Annotation
+from weightyard.wire import body as body_of
 
 TRAVERSALS = [
     "../etc/passwd",
@@ -64,11 +74,14 @@ TRAVERSALS = [
 def raw(url: str, request: bytes) -> bytes:
     """An answer to bytes that no client library would send."""
     parts = urlsplit(url)
-    with socket.create_connection((parts.hostname, parts.port), timeout=10) as connection:
-        connection.sendall(request)
-        answer = b""
-        while piece := connection.recv(65536):
-            answer += piece
+    answer = b""
+    with socket.create_connection((parts.hostname, parts.port), timeout=LIMIT_S) as connection:
+        # Who refuses a request before its end has answered when it hangs up on the rest of it.
+        with suppress(ConnectionError):
+            connection.sendall(request)
+        with suppress(ConnectionError):
+            while piece := connection.recv(65536):
+                answer += piece
     return answer
 
 
@@ -224,6 +237,52 @@ def test_what_a_database_could_not_keep_is_refused(any_world: World) -> None:
     for said in UNKEEPABLE:
         answer = any_world.call("POST", "models/team/bert/uploads", content=said, headers=headers)
         assert answer.status_code in (400, 422), (said, answer.text)
+
+
+def nested(levels: int) -> dict[str, Any]:
+    """Metadata of so many levels."""
+    inner: list[Any] = []
+    for _ in range(levels - 2):
+        inner = [inner]
+    return {"a": inner}
+
+
+@pytest.mark.parametrize("levels", [MAX_LEVELS + 1, 300])
+def test_what_nests_deeper_than_can_be_told_again_is_refused_by_every_way_in(
+    world: World, levels: int
+) -> None:
+    push_file(world, "team/bert", "a", b"a")
+    newest = world.registry.newest_event()
+    version, deep = "models/team/bert/versions/1", nested(levels)
+    said = {"metadata": deep}
+    for method, path, body in (
+        ("PATCH", version, said),
+        ("POST", "models/team/bert/uploads", said),
+        ("POST", "models/team/bert/uploads", {"config": deep}),
+    ):
+        answer = world.call(method, path, json=body)
+        assert (answer.status_code, answer.json()["code"]) == (422, "refused"), path
+    with pytest.raises(Refused, match=r"metadata: .*it nests deeper"):
+        body_of(Annotation, **said)
+    with pytest.raises(Refused, match=r"metadata: .*it nests deeper"):
+        checked_publication(said)
+    with pytest.raises(Refused, match=r"metadata: .*it nests deeper"):
+        world.registry.annotate(Ref.parse("team/bert@v1"), said)
+    assert parsed_config(json.dumps(deep).encode()) is None, "a push goes on without it"
+    assert world.registry.newest_event() == newest
+    assert world.call("GET", version).json()["metadata"] == {}
+
+
+def test_what_nests_as_deep_as_it_may_comes_back(world: World) -> None:
+    deep = nested(MAX_LEVELS)
+    opened = world.call("POST", "models/team/bert/uploads").json()
+    upload = f"uploads/{opened['id']}"
+    world.call("PUT", f"{upload}/files/a", content=b"a")
+    said = {"publication": {"metadata": deep, "config": deep}}
+    assert world.call("POST", f"{upload}/commit", json=said).status_code == 201
+    version = "models/team/bert/versions/1"
+    assert world.call("GET", version).json()["metadata"] == deep
+    assert world.call("PATCH", version, json={"metadata": deep}).json()["metadata"] == deep
 
 
 def test_a_body_that_stops_coming_is_not_waited_for(

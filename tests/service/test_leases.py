@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 
 import pytest
-from service_world import World, push, push_file, served
+from service_world import LIMIT_S, World, push, push_file, served
 
 from weightyard.client.catalogue import HttpCatalogue
 from weightyard.errors import NoSuchThing, NotAllowed, Refused
@@ -26,7 +26,7 @@ BERT = Ref.parse("team/bert@v1")
 def reader(any_world: World) -> Iterator[HttpCatalogue]:
     with (
         served(any_world.app) as url,
-        HttpCatalogue(url, any_world.secrets["reader"], deadline_s=10) as client,
+        HttpCatalogue(url, any_world.secrets["reader"], deadline_s=LIMIT_S) as client,
     ):
         yield client
 
@@ -62,6 +62,7 @@ def test_a_leased_version_is_read_to_its_end_although_it_was_removed(
     any_world.registry.remove(BERT)
     packs_deleted(any_world)
     manifest = from_json(any_world.call("GET", f"{V1}/manifest", token="reader").content, None)
+    assert reader.manifest(version) == manifest
     (block,) = (entry.id for entry in manifest.blocks)
     assert list(reader.placements([block])) == [block]
     for path in ("placements", "replicas", "locations"):

@@ -71,6 +71,9 @@ def test_an_alias_moves_only_from_where_it_is_expected(two: World) -> None:
     assert exists.status_code == 412
     new = f"{BERT}/aliases/staging"
     assert two.call("PUT", new, json={"version": 1}, headers={"If-None-Match": "*"}).is_success
+    late = two.call("DELETE", new, headers={"If-None-Match": "*"})
+    assert (late.status_code, late.json()["current"]) == (412, 1)
+    assert two.call("GET", new).json()["version"] == 1
 
 
 def test_an_alias_has_a_log_and_goes_back_in_one_step(two: World) -> None:

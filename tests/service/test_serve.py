@@ -13,14 +13,18 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
-from service_world import World, served
+from service_world import LIMIT_S, World, served
 from typer.testing import CliRunner, Result
+from waiting import eventually
 
 from weightyard.cli import app
 from weightyard.registry.database import Database
+from weightyard.service import app as service_app
+from weightyard.service.serving import _GRACE_S
 
 README = Path(__file__).parent.parent.parent / "README.md"
 WEIGHTYARD = Path(sys.executable).with_name("weightyard")
@@ -47,7 +51,7 @@ def serving(home: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[b
             [WEIGHTYARD, "serve", "--port", "0", *options], env=environment(home), stderr=out
         )
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + LIMIT_S
         while not (found := re.search(r" on (http://\S+)", log.read_text())):
             assert process.poll() is None, log.read_text()
             assert time.monotonic() < deadline
@@ -63,7 +67,11 @@ def serving(home: Path, *options: str) -> Iterator[tuple[str, subprocess.Popen[b
         yield url, process, log
     finally:
         process.terminate()
-        assert process.wait(30) is not None
+        assert process.wait(LIMIT_S) is not None
+
+
+def ask(method: str, url: str, **options: Any) -> httpx.Response:
+    return httpx.request(method, url, timeout=LIMIT_S, **options)
 
 
 def curl_lines() -> list[str]:
@@ -81,26 +89,28 @@ def test_the_readmes_four_curl_lines_register_and_fetch_a_model(tmp_path: Path) 
         assert "every program on this host" in log.read_text()
         script = "\n".join(["set -eu", *lines]).replace("http://127.0.0.1:8600", url)
         done = subprocess.run(
-            ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60
+            ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S
         )
         assert done.returncode == 0, done.stdout + done.stderr
         assert (tmp_path / "copy.safetensors").read_bytes() == data
-        resolved = httpx.get(f"{url}/api/v1/models/team/bert/resolve/prod").json()
+        resolved = ask("GET", f"{url}/api/v1/models/team/bert/resolve/prod").json()
         assert (resolved["number"], resolved["author"]) == (1, "local")
-        time.sleep(1.5)
-        records = list((tmp_path / "home/store/models").rglob("*.json"))
-        assert [record.name for record in records] == ["v1.json"], "written by itself"
+        records = tmp_path / "home/store/models/team/bert"
+        eventually(lambda: (records / "v1.json").exists())  # written by itself
+        assert [file.name for file in records.glob("**/*.json")] == ["v1.json"]
 
 
 def test_a_service_that_is_told_to_stop_does_not_wait_for_listeners(tmp_path: Path) -> None:
     with (
         serving(tmp_path) as (url, process, _),
-        httpx.stream("GET", f"{url}/api/v1/events", timeout=20) as answer,
+        httpx.stream("GET", f"{url}/api/v1/events", timeout=LIMIT_S) as answer,
     ):
         lines = answer.iter_lines()
         next(lines)
+        began = time.monotonic()
         process.terminate()
-        assert process.wait(10) == 128 + signal.SIGTERM
+        assert process.wait(LIMIT_S) == 128 + signal.SIGTERM
+        assert time.monotonic() - began < _GRACE_S, "it was not for want of patience"
         assert len(list(lines)) < 10, "and the stream ends as it should"
 
 
@@ -110,19 +120,19 @@ def test_a_killed_service_loses_nothing_and_the_next_one_goes_on(tmp_path: Path)
     file.write_bytes(os.urandom(500_000))
     with serving(home) as (url, process, _):
         api = f"{url}/api/v1"
-        upload = httpx.post(f"{api}/models/team/bert/uploads").json()["id"]
-        sent = httpx.put(f"{api}/uploads/{upload}/files/w.bin", content=file.read_bytes())
+        upload = ask("POST", f"{api}/models/team/bert/uploads").json()["id"]
+        sent = ask("PUT", f"{api}/uploads/{upload}/files/w.bin", content=file.read_bytes())
         assert sent.status_code == 200, sent.text
         process.send_signal(signal.SIGKILL)
-        process.wait(10)
+        process.wait(LIMIT_S)
     secret = run(home, "token", "create", "me", "--role", "admin", "-q").stdout.strip()
     with serving(home, "--host", "0.0.0.0") as (url, _, log):
         api = f"{url.replace('0.0.0.0', '127.0.0.1')}/api/v1"
         headers = {"Authorization": f"Bearer {secret}"}
-        assert httpx.get(f"{api}/models").status_code == 401
-        done = httpx.post(f"{api}/uploads/{upload}/commit", headers=headers)
+        assert ask("GET", f"{api}/models").status_code == 401
+        done = ask("POST", f"{api}/uploads/{upload}/commit", headers=headers)
         assert done.status_code == 201, done.text
-        answer = httpx.get(f"{api}/models/team/bert/versions/1/files/w.bin", headers=headers)
+        answer = ask("GET", f"{api}/models/team/bert/versions/1/files/w.bin", headers=headers)
         assert answer.content == file.read_bytes()
         assert "request.done" in log.read_text()
         assert secret not in log.read_text()
@@ -165,13 +175,13 @@ def test_killed_again_and_again_it_gives_out_no_number_twice(tmp_path: Path) -> 
     for round_ in range(20):
         with serving(home) as (url, process, _):
             for i in range(3):
-                opened = httpx.post(f"{url}/api/v1/models/team/bert/uploads").json()
+                opened = ask("POST", f"{url}/api/v1/models/team/bert/uploads").json()
                 upload = f"{url}/api/v1/uploads/{opened['id']}"
-                httpx.put(f"{upload}/files/a", content=b"%d %d" % (round_, i))
+                ask("PUT", f"{upload}/files/a", content=b"%d %d" % (round_, i))
                 if i == 2:
                     process.send_signal(signal.SIGKILL)
                     break
-                acknowledged.append(httpx.post(f"{upload}/commit").json()["number"])
+                acknowledged.append(ask("POST", f"{upload}/commit").json()["number"])
     assert acknowledged == list(range(1, len(acknowledged) + 1))
 
 
@@ -188,5 +198,25 @@ def test_a_service_that_ends_waits_for_the_work_behind_it(
 
     monkeypatch.setattr(world.registry, "flush_outbox", slow)
     with served(world.app):
-        assert begun.wait(10)
+        assert begun.wait(LIMIT_S)
     assert ended.is_set(), "what is closed next is not used any more"
+
+
+def test_the_work_behind_a_service_goes_on_whatever_it_met(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: dict[str, int] = {"flush_outbox": 0, "newest_event": 0}
+
+    def failing(name: str) -> Callable[..., int]:
+        def fail(*values: object) -> int:
+            tries[name] += 1
+            raise RuntimeError("can't start new thread")
+
+        return fail
+
+    monkeypatch.setattr(service_app, "_FLUSH_EVERY_S", 0.01)
+    monkeypatch.setattr(service_app, "_LOOK_EVERY_S", 0.01)
+    for name in tries:
+        monkeypatch.setattr(world.registry, name, failing(name))
+    with served(world.app):
+        eventually(lambda: min(tries.values()) > 1)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from service_world import World, make_world, push_file, served
+from patience import PATIENT, be_patient
+from service_world import LIMIT_S, World, counted_all, make_world, push_file, served
+from waiting import eventually
 
 from weightyard.errors import NoSuchThing, Unsupported
 from weightyard.format.block import MIB
@@ -33,6 +34,7 @@ BERT = "team/bert"
 def world(cluster: MiniCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """A service on a fresh folder of HDFS, which the group team may read and not write."""
     monkeypatch.setenv("HADOOP_CONF_DIR", str(cluster.conf_dir))
+    be_patient(monkeypatch)
     above = cluster.fresh_dir()
     with open_store(above) as everyones:
         everyones.init()
@@ -57,16 +59,13 @@ def opened(world: World, url: str, **settings: object) -> Yard:
 
 def through_service(world: World) -> float:
     """Bytes of files that went through the service, either way."""
+    counted_all(world)
     return sum(world.service.metrics.bytes.labels(way)._value.get() for way in ("in", "out"))
 
 
-def copies(world: World, expected: int) -> bool:
-    """Whether all packs have so many copies, in time: the store is told after the answer."""
-    for _ in range(100):
-        if {pack.replication for pack in world.store.list(layout.PACKS)} == {expected}:
-            return True
-        time.sleep(0.1)
-    return False
+def copies(world: World) -> set[int]:
+    """How many copies packs are to have."""
+    return {pack.replication for pack in world.store.list(layout.PACKS)}
 
 
 def test_bytes_go_straight_to_hdfs_or_through_the_service_and_are_the_same(
@@ -127,14 +126,14 @@ def test_copies_and_policy_are_asked_for_through_the_service(
         cost = yard.cost(BERT)
         assert cost.replicated_bytes == usual * cost.stored_bytes
         assert yard.keep(BERT, replication=1).replication == 1
-        assert copies(world, 1)
+        eventually(lambda: copies(world) == {1})  # the store is told after the answer
         cost = yard.cost(BERT)
         assert cost.replicated_bytes == cost.stored_bytes
         assert yard.keep(BERT, replication=3, policy="HOT").policy == "HOT"
-        assert copies(world, 3)
+        eventually(lambda: copies(world) == {3})
         with pytest.raises(Unsupported, match="NO_SUCH"):
             yard.keep(BERT, replication=2, policy="NO_SUCH")
-        assert copies(world, 3), "all of it, or nothing"
+        assert copies(world) == {3}, "all of it, or nothing"
         assert (yard.resolve(BERT).replication, yard.resolve(BERT).policy) == (3, "HOT")
 
 
@@ -143,7 +142,8 @@ def test_who_may_read_hdfs_but_not_write_pulls_straight_and_pushes_through_the_s
 ) -> None:
     def run(*words: object) -> str:
         done = subprocess.run(
-            [str(Path(sys.executable).with_name("weightyard")), *map(str, words)],
+            [sys.executable, "-c", f"{PATIENT}\nfrom weightyard.cli import main\nmain()"]
+            + [str(word) for word in words],
             env={
                 "PATH": os.environ["PATH"],
                 "HADOOP_CONF_DIR": str(cluster.conf_dir),
@@ -153,7 +153,7 @@ def test_who_may_read_hdfs_but_not_write_pulls_straight_and_pushes_through_the_s
             },
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=LIMIT_S,
             check=False,
         )
         assert done.returncode == 0, done.stderr

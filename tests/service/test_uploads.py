@@ -13,7 +13,7 @@ import httpx
 import numpy as np
 import pytest
 from safetensors.numpy import save
-from service_world import World, make_world, push, push_file
+from service_world import LIMIT_S, World, make_world, push, push_file
 
 from weightyard.errors import BlockMissing
 from weightyard.format.assembly import manifest_of
@@ -362,7 +362,7 @@ def test_commits_and_downloads_do_not_wait_for_files_being_received(
 
     def store_slowly(*received: Any) -> ReceivedFile:
         storing.release()
-        assert may_end.wait(30)
+        assert may_end.wait(LIMIT_S)
         return ReceivedFile(path="w", bytes=1, new_bytes=1, stored_bytes=1)
 
     monkeypatch.setattr(uploads, "store_file", store_slowly)
@@ -370,7 +370,9 @@ def test_commits_and_downloads_do_not_wait_for_files_being_received(
 
     def call(method: str, path: str, content: bytes | None = None) -> int:
         target = f"{url}/api/v1/{path}"
-        return httpx.request(method, target, content=content, headers=shown, timeout=20).status_code
+        return httpx.request(
+            method, target, content=content, headers=shown, timeout=LIMIT_S
+        ).status_code
 
     def send(_: int) -> int:
         upload = world.registry.open_upload(BERT, Publication(), who="boss")
@@ -378,7 +380,7 @@ def test_commits_and_downloads_do_not_wait_for_files_being_received(
 
     with ThreadPoolExecutor(8) as threads:
         sent = [threads.submit(send, number) for number in range(8)]
-        assert storing.acquire(timeout=20)
+        assert storing.acquire(timeout=LIMIT_S)
         try:
             assert call("POST", f"uploads/{opened.id}/commit") == 201
             assert call("GET", "models/team/bert/versions/1/files/w.bin") == 200

@@ -122,16 +122,15 @@ class HttpCatalogue(Closing):
         """Who tells where packs lie, for those who read DataNodes and ask no NameNode."""
         return ServiceLocator(self.connection, settings)
 
-    def manifest(self, ref: Ref, deadline: Deadline = NEVER) -> Manifest:
+    def manifest(self, version: Version, deadline: Deadline = NEVER) -> Manifest:
         """What a version consists of, for those who cannot reach the store. Its digest is checked.
 
-        Raises ManifestInvalid, NoSuchThing.
+        One that was removed is told of while someone holds it. Raises ManifestInvalid, NoSuchThing.
         """
-        doing = f"asking for the manifest of {ref}"
-        version = self.resolve(ref, within_s=deadline.left(doing))
-        path = f"{_path(ref.model)}/versions/{version.number}/manifest"
+        doing = f"asking for the manifest of {version.ref}"
+        path = self._version_path(Ref.parse(version.ref), within_s=deadline.left(doing))
         left_s = deadline.left(doing)
-        text = self.connection.ask("GET", path, again=True, within_s=left_s).content
+        text = self.connection.ask("GET", f"{path}/manifest", again=True, within_s=left_s).content
         return manifests.from_json(text, Digest(version.digest))
 
     def fetch_file(
@@ -343,9 +342,11 @@ class HttpCatalogue(Closing):
         """Nothing to do: the service writes its records by itself."""
         return 0
 
-    def _version_path(self, ref: Ref) -> str:
+    def _version_path(self, ref: Ref, *, within_s: float = math.inf) -> str:
         """A version by its number: what is changed must be the one that was meant."""
-        number = ref.selector if isinstance(ref.selector, int) else self.resolve(ref).number
+        number = ref.selector
+        if not isinstance(number, int):
+            number = self.resolve(ref, within_s=within_s).number
         return f"{_path(ref.model)}/versions/{number}"
 
     def _retention_path(self, name: ModelName) -> str:

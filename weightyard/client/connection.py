@@ -36,10 +36,13 @@ PREFIX = "/api/v1"
 ANSWER_S = 30.0
 """How long the service may be silent."""
 
+LONG_ANSWER_S = 300.0
+"""The same where it answers when a pack is checked and on its DataNodes, one of many perhaps, or
+when a version of many blocks is published."""
+
 _CONNECT_S = 5.0
 _TIMEOUT = httpx.Timeout(ANSWER_S, connect=_CONNECT_S)
-_PUT_TIMEOUT = httpx.Timeout(60.0, connect=_CONNECT_S, pool=ANSWER_S, read=300.0)
-"""The service answers when a pack is checked and on its DataNodes, one of many perhaps."""
+_LONG_TIMEOUT = httpx.Timeout(60.0, connect=_CONNECT_S, pool=ANSWER_S, read=LONG_ANSWER_S)
 
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
@@ -107,10 +110,15 @@ class Connection:
         params: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
         again: bool = False,
+        is_long: bool = False,
         deadline_s: float | None = None,
         within_s: float = math.inf,
     ) -> _T:
-        """Change something; `again`: doing it twice is as good as once."""
+        """Change something; `again`: doing it twice is as good as once.
+
+        `is_long`: the service may take its time, and the answer matters: if all the time there is
+        went into waiting for it, it is asked for once more.
+        """
         content = None
         headers = dict(headers or {})
         if body is not None:
@@ -122,7 +130,9 @@ class Connection:
             params=params,
             headers=headers,
             content=content,
+            timeout=_LONG_TIMEOUT if is_long else _TIMEOUT,
             again=again,
+            once_more=is_long,
             deadline_s=deadline_s,
             within_s=within_s,
         )
@@ -138,6 +148,7 @@ class Connection:
         content: bytes | Sending | None = None,
         timeout: httpx.Timeout = _TIMEOUT,
         again: bool,
+        once_more: bool = False,
         deadline_s: float | None = None,
         within_s: float = math.inf,
     ) -> httpx.Response:
@@ -146,6 +157,7 @@ class Connection:
         Where it may be repeated it is, with jitter, until the deadline, which for a body that is
         being sent counts from its last progress. Where not, an answer that was lost is an error:
         whether it happened is unknown, read back. `deadline_s` 0: one try, for who comes again.
+        `once_more`: when the deadline is over, one try is made all the same.
         `within_s` is for all of it, the silence of the service too: then DeadlineExceeded.
         """
         deadline_s = min(self._deadline_s if deadline_s is None else deadline_s, within_s)
@@ -187,18 +199,20 @@ class Connection:
                 raise error
             pause_s = max(pause_s or 0.0, _pause(attempt))
             moved_at = content.moved_at if isinstance(content, Sending) else began
-            if time.monotonic() + pause_s > moved_at + deadline_s:
+            is_over = time.monotonic() + pause_s > moved_at + deadline_s
+            if is_over and not once_more:
                 if attempt == 1 and math.isinf(within_s):
                     raise error
                 tried = "once" if attempt == 1 else f"{attempt} times"
                 raise DeadlineExceeded(f"{error}; tried {tried}") from error
+            once_more = once_more and not is_over
             _log.info("service.tried_again", host=self.host, attempt=attempt, reason=error)
             time.sleep(pause_s)
 
     def put(self, path: str, file: Sending) -> None:
         """Have the service store a file."""
         headers = {"Content-Type": "application/octet-stream"}
-        self.ask("PUT", path, headers=headers, content=file, timeout=_PUT_TIMEOUT, again=True)
+        self.ask("PUT", path, headers=headers, content=file, timeout=_LONG_TIMEOUT, again=True)
 
     @contextmanager
     def stream(

@@ -103,7 +103,7 @@ class ServiceLocator:
     def _ask(self, route: str, stale: str | None, deadline: Deadline) -> _Known:
         doing = "asking the service for locations"
         uses_hostname = Configuration.load(self._settings).is_on("dfs.client.use.datanode.hostname")
-        query = "" if stale is None else f"?stale={stale}"
+        query = f"?stale={stale}" if stale else ""  # what was never told has no stamp
         text = bytearray()
         try:
             answer_s = deadline.left_at_most(ANSWER_S, doing)

@@ -63,7 +63,11 @@ class HttpUpload:
     def commit(
         self, digest: Digest, manifest: Manifest, publication: Publication, key: str
     ) -> Version:
-        """The service reads the manifest from the store; it is not sent."""
+        """The service reads the manifest from the store; it is not sent.
+
+        An answer that does not come is asked for again under the same key: whoever gave up here
+        would publish a second version of what is published.
+        """
         return self._connection.send(
             "POST",
             f"{self._path}/commit",
@@ -71,6 +75,7 @@ class HttpUpload:
             body=Commit(digest=digest.hex, publication=publication),
             headers={"Idempotency-Key": key},
             again=True,
+            is_long=True,
         )
 
     def put_stored(self, path: StorePath, content: Source) -> None:

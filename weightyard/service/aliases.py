@@ -83,6 +83,7 @@ async def remove_alias(
     model: Named,
     alias: Aliased,
     if_match: IfMatch = None,
+    if_none_match: IfNoneMatch = None,
     reason: Annotated[str, Query(max_length=1000)] = "",
 ) -> AliasMove:
     """Remove an alias; its history stays."""
@@ -93,7 +94,7 @@ async def remove_alias(
         None,
         who=caller.who,
         reason=reason,
-        expect=expected_number(if_match, None),
+        expect=expected_number(if_match, if_none_match),
     )
 
 

@@ -12,7 +12,7 @@ from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute, APIRouter
 
-from weightyard.errors import Bug, YardError
+from weightyard.errors import Bug
 from weightyard.logs import Log
 from weightyard.service import (
     aliases,
@@ -140,8 +140,8 @@ async def _again_and_again(
     while not over.is_set():
         try:
             await work()
-        except YardError as why:
-            _log.warning("service.behind", reason=why)
+        except Exception as why:  # noqa: BLE001  nobody else would begin it again
+            _log.warning("service.behind", error=type(why).__name__, reason=why)
         with suppress(TimeoutError):
             async with asyncio.timeout(every_s):
                 await over.wait()

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from weightyard.errors import InvalidName, NotAllowed, Unauthenticated
 from weightyard.names import ModelName, Ref, TokenName, UploadId, is_plain_text
-from weightyard.records import EVERY_PROJECT, ReadLease, Role, Token
+from weightyard.records import EVERY_PROJECT, MAX_LEVELS, ReadLease, Role, Token
 from weightyard.registry.uploads import OpenUpload, Reading
 from weightyard.service.state import Service, service_of
 from weightyard.transfer.strict_json import strict_json
@@ -152,8 +152,7 @@ async def _by_token(service: Service, headers: Headers) -> Principal:
     token = await service.ask(service.registry.token_of, secret.strip())
     if token is None:
         raise Unauthenticated("this token is not known, or was revoked")
-    if service.uses.is_new(token.name):
-        await service.ask(service.registry.note_token_use, token.name)
+    await service.note_use(token.name, service.registry.note_token_use, token.name)
     return Principal.of(token)
 
 
@@ -202,12 +201,16 @@ def _is_one_of(address: str, networks: tuple[str, ...]) -> bool:
     return any(found in ipaddress.ip_network(network, strict=False) for network in networks)
 
 
+_MAX_BODY_LEVELS = MAX_LEVELS + 2
+"""What is kept lies up to two levels inside a body."""
+
+
 class _StrictRequest(Request):
     """Takes JSON as its specification says: no NaN, no half characters, and no NUL in texts."""
 
     async def json(self) -> Any:
         try:
-            return strict_json(await self.body())
+            return strict_json(await self.body(), levels=_MAX_BODY_LEVELS)
         except ValueError as why:
             raise json.JSONDecodeError(str(why), "", 0) from None  # which the framework knows
 

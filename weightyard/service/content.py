@@ -266,9 +266,9 @@ async def _send(yard: Service, caller: Principal, found: _Found, wanted: _Part) 
     headers["Content-Disposition"] = "attachment"  # never shown: it may be anyone's HTML
     if part is not None:
         headers["Content-Range"] = f"bytes {span.start}-{span.end - 1}/{found.bytes}"
-    if yard.uses.is_new(found.version.ref):
-        with suppress(NoSuchThing):  # removed, and read under a lease: there is nothing to note
-            await yard.ask(yard.registry.mark_used, Ref.parse(found.version.ref))
+    ref = found.version.ref
+    with suppress(NoSuchThing):  # removed, and read under a lease: there is nothing to note
+        await yard.note_use(ref, yard.registry.mark_used, Ref.parse(ref))
     return SentFile(
         FileBody(yard, found.manifest, found.extents, span),
         span,

@@ -7,14 +7,18 @@ from collections.abc import AsyncIterator
 from typing import Annotated
 
 from fastapi import APIRouter, Header, Query, Request
+from pydantic_core import PydanticSerializationError
 from starlette.responses import StreamingResponse
 
 from weightyard.errors import StoreUnavailable, YardError
+from weightyard.logs import Log
 from weightyard.records import Event, Role
 from weightyard.service.auth import Caller, GuardedRoute, Principal, authenticate, needs
 from weightyard.service.paging import number_after
 from weightyard.service.problems import RESPONSES
 from weightyard.service.state import Service, Yard
+
+_log = Log(__name__)
 
 router = APIRouter(route_class=GuardedRoute, tags=["events"], responses=RESPONSES)
 
@@ -95,7 +99,8 @@ async def _stream(
             )
             for event in found:
                 last = event.id
-                yield _as_text(event)
+                if (text := _as_text(event)) is not None:
+                    yield text
             if len(found) == _BATCH:
                 continue
             last = max(last, newest)
@@ -110,5 +115,11 @@ async def _stream(
         yard.metrics.listeners.set(yard.listeners)
 
 
-def _as_text(event: Event) -> str:
-    return f"id: {event.id}\nevent: {event.kind}\ndata: {event.model_dump_json()}\n\n"
+def _as_text(event: Event) -> str | None:
+    """The event as it is sent; None if it cannot be, so that those after it are."""
+    try:
+        data = event.model_dump_json()
+    except PydanticSerializationError as why:
+        _log.warning("event.left_out", id=event.id, reason=why)
+        return None
+    return f"id: {event.id}\nevent: {event.kind}\ndata: {data}\n\n"

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, aclosing, suppress
 from itertools import zip_longest
+from typing import Self
 
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
@@ -70,7 +72,8 @@ class FileBody:
                 yield data
         finally:
             if ahead is not None:
-                ahead.cancel()
+                # Cancelled, it would leave its thread at work, and nobody would count that.
+                await asyncio.gather(ahead, return_exceptions=True)
 
     def _begin(self, window: Span) -> asyncio.Task[memoryview]:
         return asyncio.create_task(self._yard.send(self._read, window))
@@ -79,6 +82,27 @@ class FileBody:
         into = memoryview(bytearray(window.length))
         self._reader.read(wanted_in(self._manifest, self._extents, window, into))
         return into
+
+
+class _Leaving:
+    """Sees when the client goes away: servers take what is sent to nobody without a word."""
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self.is_gone = False
+
+    def __enter__(self) -> Self:
+        self._task = asyncio.create_task(self._watch())
+        return self
+
+    def __exit__(self, *why: object) -> None:
+        self._task.cancel()
+
+    async def _watch(self) -> None:
+        with suppress(HTTPException):  # a body, which nobody asked for and nobody reads
+            while (await self._receive())["type"] != "http.disconnect":
+                pass
+            self.is_gone = True
 
 
 class SentFile(Response):
@@ -115,10 +139,13 @@ class SentFile(Response):
             "headers": self.raw_headers,
         }
         begun = False
-        with self._turn:
+        with self._turn, _Leaving(receive) as leaving:
             try:
                 async with aclosing(self._body.windows()) as windows:
                     async for window in windows:
+                        if leaving.is_gone:
+                            _log.info("file.unwanted", id=scope["weightyard.request_id"])
+                            return
                         if not begun:
                             await send(start)
                             begun = True

@@ -11,6 +11,8 @@ import anyio.to_thread
 from anyio import CapacityLimiter
 from fastapi import Depends, Request
 
+from weightyard.errors import Retryable
+from weightyard.logs import Log
 from weightyard.registry.binding import Bound
 from weightyard.registry.registry import Registry
 from weightyard.service.locating import Answers
@@ -22,6 +24,8 @@ from weightyard.service.uses import Uses
 from weightyard.service.wake import Wake
 from weightyard.settings import Settings
 from weightyard.storage.store import Store
+
+_log = Log(__name__)
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -81,6 +85,17 @@ class Service:
         """Run a short call on the database or the store in a thread."""
         work = partial(call, *values, **named)
         return await anyio.to_thread.run_sync(work, limiter=self._short)
+
+    async def note_use(
+        self, name: str, note: Callable[_P, None], *values: _P.args, **named: _P.kwargs
+    ) -> None:
+        """Have a use noted, unless it was lately. What is used is served whether or not it is."""
+        if not self.uses.is_new(name):
+            return
+        try:
+            await self.ask(note, *values, **named)
+        except Retryable as why:
+            _log.warning("use.not_noted", name=name, reason=why)
 
     async def move(self, call: Callable[_P, _T], *values: _P.args, **named: _P.kwargs) -> _T:
         """Run a call that writes many bytes, or takes long; few of them run at once."""
