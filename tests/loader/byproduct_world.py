@@ -77,6 +77,7 @@ def main(folder: Path, *, hold: bool) -> None:
             assert world.is_held.wait(60)
             print("at it", flush=True)
             time.sleep(300)
+        world.made()  # closing would wait for it too, but not for long
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,13 @@ from weightyard.settings import Settings
 from weightyard.yard import Yard
 
 BERT = "team/bert"
+
+_WRITING = ("weightyard-records", "weightyard-stage")
+"""Threads that write the records of what was done, behind it. Nobody but `close` waits for them."""
+
+_WRITTEN_S = 60.0
+
+_others: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
 
 
 @contextmanager
@@ -68,7 +77,45 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def our_threads() -> list[str]:
-    return [one.name for one in threading.enumerate() if one.name.startswith("weightyard")]
+    """Those of weightyard that were begun in this test."""
+    return [one.name for one in _ours()]
+
+
+def left_threads() -> list[str]:
+    """Those that are still there, but for ones that write records: these are waited for."""
+    ours = _ours()
+    writing = [one for one in ours if one.name.startswith(_WRITING)]
+    for one in writing:
+        one.join(_WRITTEN_S)
+    return [one.name for one in ours if one not in writing or one.is_alive()]
+
+
+def leave_out_others() -> None:
+    """Count only threads that begin from now on."""
+    for one in _all_threads():
+        if one.name.startswith(_WRITING):
+            one.join(_WRITTEN_S)  # it would begin others
+    _others.update(_all_threads())
+
+
+def _ours() -> list[threading.Thread]:
+    return [one for one in _all_threads() if one not in _others]
+
+
+def _all_threads() -> list[threading.Thread]:
+    return [one for one in threading.enumerate() if one.name.startswith("weightyard")]
+
+
+@contextmanager
+def reserved_port() -> Iterator[int]:
+    """A port of loopback that nobody else is given, whether or not something listens on it.
+
+    While nothing does, connections are refused. Who listens on it sets SO_REUSEADDR, as all do.
+    """
+    with socket.socket() as kept:
+        kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        kept.bind(("127.0.0.1", 0))
+        yield int(kept.getsockname()[1])
 
 
 def leases(database: Database) -> int:

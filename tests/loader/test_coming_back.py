@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from loader_world import BERT, noise, our_threads, same, saved, sharded, yard_in
+from loader_world import BERT, noise, our_threads, reserved_port, same, saved, sharded, yard_in
 from service_world import World, make_world, served
 from waiting import SOON_S, eventually
 
@@ -48,6 +48,13 @@ def world(tmp_path: Path) -> Iterator[World]:
         yield made
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Where the service is, and is again."""
+    with reserved_port() as reserved:
+        yield reserved
+
+
 @contextmanager
 def back_at(world: World, url: str) -> Iterator[None]:
     """The service answers again, where it was."""
@@ -68,10 +75,10 @@ def database_lost(folder: Path) -> Callable[[], object]:
     return lambda: kept.replace(database)
 
 
-def left_with_a_snapshot(world: World, node: Path) -> str:
+def left_with_a_snapshot(world: World, node: Path, port: int) -> str:
     """Where a service was that has gone; the node has a snapshot of what it had."""
     with (
-        served(world.app, timeout_graceful_shutdown=1) as url,
+        served(world.app, port=port, timeout_graceful_shutdown=1) as url,
         yard_in(node, url, token=world.secrets["writer"]) as yard,
     ):
         yard.push(state(1), BERT, alias="prod")
@@ -80,11 +87,11 @@ def left_with_a_snapshot(world: World, node: Path) -> str:
 
 
 def test_a_yard_opened_while_its_service_was_away_uses_it_when_it_is_back(
-    world: World, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    world: World, tmp_path: Path, port: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "weightyard")
     node = tmp_path / "node"
-    url = left_with_a_snapshot(world, node)
+    url = left_with_a_snapshot(world, node, port)
     with opened_while_away(node, url, token=world.secrets["writer"]) as yard:
         old = yard.load(PROD)
         assert same(old, state(1))
@@ -101,7 +108,7 @@ def test_a_yard_opened_while_its_service_was_away_uses_it_when_it_is_back(
             assert not new.report.from_snapshot, "it was read from the store"
             assert [one.name for one in yard.models()] == [BERT]
             assert f"yard.back yard={url}" in caplog.text
-    assert "weightyard-away" not in our_threads()
+    eventually(lambda: "weightyard-away" not in our_threads())
 
 
 def test_a_yard_opened_while_its_database_was_away_uses_it_when_it_is_back(tmp_path: Path) -> None:
@@ -123,10 +130,10 @@ def test_a_yard_opened_while_its_database_was_away_uses_it_when_it_is_back(tmp_p
 
 
 def test_who_follows_from_an_outage_on_gets_the_versions_that_come_after_it(
-    world: World, tmp_path: Path
+    world: World, tmp_path: Path, port: int
 ) -> None:
     node, net = tmp_path / "node", torch.nn.Linear(32, 32)
-    url = left_with_a_snapshot(world, node)
+    url = left_with_a_snapshot(world, node, port)
     with opened_while_away(node, url, token=world.secrets["writer"]) as yard:
         yard.load_into(net, PROD)
         with yard.follow(PROD, net, applied=PROD) as follower:
@@ -137,7 +144,7 @@ def test_who_follows_from_an_outage_on_gets_the_versions_that_come_after_it(
                 found = follower.wait(SOON_S)
                 assert found is not None
                 assert found.number == 2
-                assert follower.failure is None
+                eventually(lambda: follower.failure is None)
                 follower.apply()
                 assert bool((net.weight == 2).all())
 
@@ -207,11 +214,11 @@ def test_a_load_waits_half_a_second_at_most_for_a_yard_that_says_nothing(
     began = time.monotonic()
     assert catalogue.resolve(Ref.parse(PROD)).number == 1
     first_s = time.monotonic() - began
-    for _ in range(20):
+    for _ in range(100):
         catalogue.resolve(Ref.parse(PROD))
     assert away.WAIT_S == 0.5
-    assert 0.4 < first_s < 5
-    assert time.monotonic() - began - first_s < 2, "nobody waits for a look that another began"
+    assert 0.4 < first_s < SOON_S / 2
+    assert time.monotonic() - began - first_s < 25, "nobody waits for a look that another began"
     assert looks.count == 1
 
 
@@ -226,8 +233,9 @@ def test_looks_that_find_nothing_are_apart_however_often_one_asks(
 
 
 def test_what_a_yard_says_when_it_answers_is_not_taken_for_silence(
-    catalogue: AwayCatalogue, looks: Looks
+    catalogue: AwayCatalogue, looks: Looks, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(away, "WAIT_S", SOON_S)
     looks.error = Unauthenticated("the token was revoked")
     looks.may_answer.set()
     with pytest.raises(Unauthenticated, match="revoked"):
@@ -253,7 +261,7 @@ def test_what_answers_after_it_was_closed_is_closed_too(
     catalogue.resolve(Ref.parse(PROD))
     began = time.monotonic()
     catalogue.close()
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < SOON_S / 2
     assert closed == []
     looks.may_answer.set()
     eventually(lambda: closed == ["catalogue", "via"])

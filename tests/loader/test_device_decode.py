@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from late_device import LateDevice
-from loader_world import BERT, noise, our_threads, same, yard_in
+from loader_world import BERT, left_threads, noise, same, yard_in
 
 from weightyard import codec
 from weightyard.errors import BadSetting, BlockCorrupt, FileMissing, StoreUnavailable
@@ -96,7 +96,7 @@ def test_a_device_that_merges_planes_late_gets_every_bit(yard: Yard, slab_bytes:
     device = LateDevice()
     assert same(_loaded(yard, device, slab_bytes=slab_bytes), STATE)
     assert device.ran > 5, "it did merge some"
-    assert our_threads() == []
+    assert left_threads() == []
 
 
 def test_batches_queued_at_the_same_time_do_not_mix(yard: Yard) -> None:
@@ -156,7 +156,7 @@ def test_a_difference_that_did_not_make_its_block_is_an_error(
     monkeypatch.setattr(decoding_ring, "put", wrong)
     with pytest.raises(BlockCorrupt, match="fold"):
         _loaded(yard, LateDevice(), f"{BERT}@v2")
-    assert our_threads() == []
+    assert left_threads() == []
 
 
 def test_where_the_differences_cannot_be_had_blocks_are_decoded_as_ever(
@@ -201,7 +201,7 @@ def test_after_a_failure_nothing_is_queued_any_more(
         _loaded(yard, device, f"{BERT}@v2")
     assert device.is_finished
     assert device.is_idle
-    assert our_threads() == []
+    assert left_threads() == []
 
 
 def test_a_block_read_again_in_another_form_is_put_in_that_form() -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import shutil
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from loader_world import BERT, noise, our_threads, same, yard_in
+from loader_world import BERT, left_threads, noise, same, yard_in
 from sqlalchemy import Connection, select
 from torch import nn
 from waiting import SOON_S, eventually
@@ -19,6 +21,7 @@ from weightyard.errors import BadSetting, Bug, Damaged, DoesNotFit, NoSuchThing,
 from weightyard.format.block import MIB
 from weightyard.loader.follower import Follower
 from weightyard.loader.leases import Holding
+from weightyard.loader.staging import Stage
 from weightyard.registry import schema
 from weightyard.storage.store import Store
 from weightyard.testing.faults import FaultyStore
@@ -32,7 +35,7 @@ BLOCK = 16 * MIB
 def yard(tmp_path: Path) -> Iterator[Yard]:
     with yard_in(tmp_path, poll_s=0.05) as opened:
         yield opened
-    assert our_threads() == []
+    assert left_threads() == []
 
 
 class Net(nn.Module):
@@ -97,13 +100,16 @@ def test_each_forward_pass_sees_one_version_when_apply_is_called_between_passes(
         ready(follower, 1)
         serving = threading.Thread(target=serve, args=(follower,))
         serving.start()
-        for number in (2, 3, 4):
-            yard.push(state(number), BERT, alias="prod")
-            eventually(lambda number=number: seen and seen[-1] == number)
-            assert follower.version is not None
-            assert follower.version.number == number
-        over.set()
-        serving.join()
+        try:
+            eventually(lambda: seen)
+            for number in (2, 3, 4):
+                yard.push(state(number), BERT, alias="prod")
+                eventually(lambda number=number: seen and seen[-1] == number)
+                assert follower.version is not None
+                assert follower.version.number == number
+        finally:
+            over.set()
+            serving.join()
     assert seen == sorted(seen)
     assert set(seen) >= {1, 2, 3, 4}
 
@@ -506,6 +512,30 @@ def test_what_is_closed_brings_nothing_more(yard: Yard) -> None:
     assert follower.ready() is None
     assert follower.apply() is None
     assert holds(net, 0)
+
+
+def test_what_failed_in_a_way_nobody_foresaw_is_tried_again(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bring, tries, is_seen = Stage.bring, itertools.count(), threading.Event()
+
+    def short_of_memory(*words: Any, **options: Any) -> Any:
+        if next(tries) == 0:
+            raise MemoryError("injected")
+        assert is_seen.wait(SOON_S)
+        return bring(*words, **options)
+
+    monkeypatch.setattr(Stage, "bring", short_of_memory)
+    yard.push(state(1), BERT, alias="prod")
+    net = Net()
+    with yard.follow(PROD, net) as follower:
+        eventually(lambda: isinstance(follower.failure, Bug))
+        assert "MemoryError" in str(follower.failure)
+        is_seen.set()
+        ready(follower, 1)
+        assert follower.failure is None
+        follower.apply()
+    assert holds(net, 1)
 
 
 def test_a_thread_that_ended_is_told_as_a_failure(

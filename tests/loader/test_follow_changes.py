@@ -18,6 +18,7 @@ from loader_world import BERT, noise, yard_in
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from waiting import SOON_S
 
 from weightyard.format.block import MIB, fold
 from weightyard.format.dtypes import DType
@@ -97,7 +98,7 @@ def test_a_rank_brings_its_shard_and_no_more_than_it_must(tmp_path: Path, dim: i
             for number, values in enumerate(versions, 1):
                 if number > 1:
                     yard.push({"w": values}, BERT, alias="prod", codec="raw")
-                assert follower.wait(20) is not None, follower.failure
+                assert follower.wait(SOON_S) is not None, follower.failure
                 if dim == 0:
                     assert follower.report is not None
                     assert follower.report.raw_bytes <= local.nbytes + 2 * MIB

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -12,11 +11,12 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 import torch
-from loader_world import BERT, noise, our_threads, same, saved, sharded, yard_in
+from loader_world import BERT, left_threads, noise, reserved_port, same, saved, sharded, yard_in
 from service_world import World, make_world, served
 from starlette.types import Send
 from waiting import SOON_S, eventually
@@ -28,6 +28,8 @@ from weightyard.yard import Yard
 PROD = f"{BERT}@prod"
 NEVER_S = 3600.0
 """A pace of asking at which nothing would be noticed in time."""
+CLOSING_S = 20.0
+"""Who closes a follower whose threads do not end waits for longer."""
 
 
 @pytest.fixture
@@ -40,7 +42,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 def url(world: World) -> Iterator[str]:
     with served(world.app, timeout_graceful_shutdown=1) as found:
         yield found
-    assert our_threads() == []
+    assert left_threads() == []
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ def test_a_move_is_told_not_asked_for(yard: Yard) -> None:
         yard.push(state(9), "team/other", alias="prod")
         assert follower.wait(0.5) is None
         began = time.monotonic()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < CLOSING_S
 
 
 def test_where_the_service_has_no_room_for_listeners_it_is_asked(yard: Yard, world: World) -> None:
@@ -89,8 +91,26 @@ def far(world: World, url: str, tmp_path: Path) -> Iterator[Yard]:
         yield opened
 
 
+@pytest.fixture
+def sending(monkeypatch: pytest.MonkeyPatch) -> list[SentFile]:
+    """The answers under way: bytes are counted when they are sent, which a client may be told of
+    sooner."""
+    under_way: list[SentFile] = []
+    answer = SentFile.__call__
+
+    async def seen(sent: SentFile, *connection: Any) -> None:
+        under_way.append(sent)
+        try:
+            await answer(sent, *connection)
+        finally:
+            under_way.remove(sent)
+
+    monkeypatch.setattr(SentFile, "__call__", seen)
+    return under_way
+
+
 def test_a_host_that_reaches_only_the_service_follows_and_only_what_differs_comes(
-    yard: Yard, far: Yard, world: World
+    yard: Yard, far: Yard, world: World, sending: list[SentFile]
 ) -> None:
     first = {"trunk": noise(512, 512), "head": noise(64, 1024, seed=1)}
     second = first | {"head": first["head"].clone()}
@@ -101,6 +121,7 @@ def test_a_host_that_reaches_only_the_service_follows_and_only_what_differs_come
         assert follower.wait(SOON_S) is not None
         follower.apply()
         assert same(weights, first)
+        eventually(lambda: not sending)
         sent = through_service(world)
         yard.push(second, BERT, alias="prod", parent=PROD, delta="also")
         found = follower.wait(SOON_S)
@@ -108,6 +129,7 @@ def test_a_host_that_reaches_only_the_service_follows_and_only_what_differs_come
         assert found.number == 2
         assert follower.report is not None
         assert follower.report.raw_bytes == second["head"].nbytes
+        eventually(lambda: not sending)
         assert through_service(world) == sent + second["head"].nbytes
         follower.apply()
         assert same(weights, second)
@@ -148,7 +170,7 @@ def test_closing_does_not_wait_for_blocks_that_a_service_stopped_sending(
     with far.follow(PROD):
         assert stuck.wait(SOON_S)
         began = time.monotonic()
-    assert time.monotonic() - began < 5
+    assert time.monotonic() - began < CLOSING_S
     go_on.set()
 
 
@@ -180,10 +202,9 @@ def running(home: Path, port: int) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_who_follows_a_service_that_is_killed_catches_up_when_it_is_back(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     home, net = tmp_path / "home", torch.nn.Linear(32, 32)
     with ExitStack() as opened:
+        port = opened.enter_context(reserved_port())
         service = opened.enter_context(running(home, port))
         yard = opened.enter_context(
             yard_in(tmp_path / "client", f"http://127.0.0.1:{port}", deadline_s=3)
@@ -204,6 +225,6 @@ def test_who_follows_a_service_that_is_killed_catches_up_when_it_is_back(tmp_pat
         assert found is not None
         assert found.number == 2
         follower.apply()
-        assert follower.failure is None
+        eventually(lambda: follower.failure is None)
         assert bool((net.weight == 2).all())
-    assert our_threads() == []
+    assert left_threads() == []

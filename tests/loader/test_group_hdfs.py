@@ -7,9 +7,11 @@ from pathlib import Path
 import pytest
 from group_world import Outcome, World, outcome, run_ranks
 from loader_world import BERT, noise, yard_in
+from waiting import SOON_S
 
 from weightyard.storage import layout
 from weightyard.testing.cluster import MiniCluster
+from weightyard.transfer import hedging
 from weightyard.transfer.durable import require_replicas
 
 pytestmark = pytest.mark.cluster
@@ -19,6 +21,8 @@ RACKS = ("/rack-a", "/rack-a", "/rack-b", "/rack-b")
 
 
 def load_in_rack(world: World, rank: int) -> Outcome:
+    # A read that is slow on a busy machine would be asked of another rack as well.
+    hedging.LEAST_DELAY_S = hedging._FLOOR_S = 600.0
     with world.yard(rank, location=RACKS[rank]) as yard:
         return outcome(yard, BERT, STATE)
 
@@ -34,7 +38,7 @@ def test_ranks_read_one_copy_from_datanodes_near_them(
         placements = yard.catalogue.placements([block.id for block in manifest.blocks])
         packs = {layout.pack(places[0].pack) for places in placements.values()}
         for pack in packs:  # a push waits for two: the third may come between the ranks' looks
-            require_replicas(yard.store, pack, replication, 30.0)
+            require_replicas(yard.store, pack, replication, SOON_S)
         alone = yard.load(BERT, cache=False).report
         racks = {
             replica.rack

@@ -13,12 +13,12 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
-from loader_world import BERT, noise, our_threads, same, saved, sharded, yard_in
+from loader_world import BERT, left_threads, noise, same, saved, sharded, yard_in
 from safetensors.torch import load_file
 from service_world import World, make_world, served
 from torch import nn
 
-from weightyard.client.connection import Connection
+from weightyard.client.connection import ANSWER_S, Connection
 from weightyard.errors import DeadlineExceeded, Unsupported
 from weightyard.yard import Yard
 
@@ -43,7 +43,7 @@ def yard(world: World, tmp_path: Path) -> Iterator[Yard]:
         token = world.secrets["writer"]
         with yard_in(tmp_path / "server", url, token=token, via="service") as opened:
             yield opened
-    assert our_threads() == []
+    assert left_threads() == []
 
 
 def test_a_state_dict_is_loaded_by_a_host_that_reaches_only_the_service(yard: Yard) -> None:
@@ -139,8 +139,8 @@ def test_a_load_ends_when_its_time_is_up_though_the_service_says_nothing(
         monkeypatch.setattr(Connection, "stream", streamed)
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded):
-            yard.load(BERT, timeout=1.0)
-        assert 0.9 < time.monotonic() - began < 10
+            yard.load(BERT, timeout=4.0)
+        assert 3.9 < time.monotonic() - began < ANSWER_S - 5
         assert silent.is_silent.is_set()
         assert yard.snapshots.listed() == []
 
@@ -154,7 +154,7 @@ def test_closing_does_not_wait_for_a_service_that_went_away(
             assert same({"mask": weights.get_tensor("mask")}, {"mask": STATE["mask"]})
             silent.is_silent.set()
             began = time.monotonic()
-        assert time.monotonic() - began < 10
+        assert time.monotonic() - began < ANSWER_S - 5
 
 
 def test_every_way_to_load_works_and_the_files_are_there_too(yard: Yard, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import pytest
 from loader_world import BERT, noise, same, yard_in
 from prometheus_client import CollectorRegistry, generate_latest
 from torch import nn
+from waiting import SOON_S
 
 import weightyard
 from weightyard.errors import DataNodeFailed, NoSuchThing, StoreUnavailable
@@ -116,7 +117,7 @@ def test_the_hook_is_told_of_the_reads_of_a_follower(
 ) -> None:
     failing(monkeypatch, yard, DataNodeFailed("localhost", "injected"), first=1)
     with yard.follow(BERT) as follower:
-        assert follower.wait(30) is not None
+        assert follower.wait(SOON_S) is not None
     happened = [event.kind for event in events if isinstance(event, ReadEvent)]
     assert ReadEventKind.REPLICA_FAILED in happened
 

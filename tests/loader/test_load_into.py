@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loader_world import BERT, noise, our_threads, same, saved, yard_in
+from loader_world import BERT, left_threads, noise, same, saved, yard_in
 from torch import nn
 
 from weightyard.errors import DoesNotFit, Refused, StoreUnavailable
@@ -140,18 +140,48 @@ def test_missing_and_unexpected_keys_are_listed_and_nothing_is_read(
     assert _holds(module, {"layers.1.bias": before["layers.1.bias"]})
 
 
-def test_another_shape_is_refused_before_any_byte_is_read_also_when_not_strict(
-    yard: Yard, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            {"layers.0.weight": noise(1024, 1025)},
+            r"layers\.0\.weight is \[1024, 1025\], in the module \[1024",
+        ),
+        ({"steps": torch.zeros(3)}, r"steps is torch\.float32, in the module torch\.int64"),
+        (
+            {"steps": torch.zeros(3, dtype=torch.int32)},
+            r"steps is torch\.int32, in the module torch\.int64",
+        ),
+        (
+            {"layers.0.bias": torch.zeros(1024, dtype=torch.int64)},
+            r"layers\.0\.bias is torch\.int64, in the module torch\.bfloat16",
+        ),
+    ],
+    ids=["shape", "float-to-int", "int-to-int", "int-to-float"],
+)
+@pytest.mark.parametrize("atomic", [False, True])
+def test_another_shape_or_kind_is_refused_before_any_byte_is_read_also_when_not_strict(
+    yard: Yard,
+    monkeypatch: pytest.MonkeyPatch,
+    change: dict[str, torch.Tensor],
+    said: str,
+    atomic: bool,
 ) -> None:
-    yard.push(weights() | {"layers.0.weight": noise(1024, 1025)}, BERT)
+    yard.push(weights() | change, BERT)
     yard.resolve(BERT)
     read: list[Any] = []
     monkeypatch.setattr("weightyard.transfer.reader.Reader.read", lambda *words: read.append(words))
-    with pytest.raises(
-        DoesNotFit, match=r"layers\.0\.weight is \[1024, 1025\], in the module \[1024"
-    ):
-        yard.load_into(Net(), BERT, strict=False)
+    with pytest.raises(DoesNotFit, match=said):
+        yard.load_into(Net(), BERT, strict=False, atomic=atomic)
     assert read == []
+
+
+def test_on_meta_a_tensor_is_of_whatever_kind_is_stored(yard: Yard) -> None:
+    stored = weights() | {"steps": torch.zeros(3)}
+    yard.push(stored, BERT)
+    module = on_meta()
+    yard.load_into(module, BERT)
+    assert _holds(module, stored)
 
 
 def test_some_tensors_can_be_asked_for_and_only_those_are_missed(yard: Yard) -> None:
@@ -184,7 +214,7 @@ def test_a_failure_leaves_parameters_on_meta(
     with pytest.raises(StoreUnavailable):
         yard.load_into(module, BERT, dtype=dtype)
     assert all(one.is_meta for one in module.parameters())
-    assert our_threads() == []
+    assert left_threads() == []
 
 
 def test_a_failure_of_an_atomic_load_leaves_every_parameter_as_it_was(

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 from hdfs_world import straight
-from loader_world import BERT, noise, our_threads, same
+from loader_world import BERT, left_threads, noise, same
+from waiting import eventually
 
 from weightyard.format.block import MIB
 from weightyard.testing.cluster import Daemon, MiniCluster
@@ -39,10 +39,8 @@ def test_a_datanode_that_ends_in_the_middle_of_a_load_costs_no_tensor(
     yard: Yard, cluster: MiniCluster, near: Daemon, end: str
 ) -> None:
     address = near.plan.address
-    deadline = time.monotonic() + 60
-    while set(yard.load(BERT).report.datanodes) != {address}:  # it may have failed before
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
+    # It may have failed before, and is then left alone for up to a minute.
+    eventually(lambda: set(yard.load(BERT).report.datanodes) == {address}, within_s=120)
     struck: list[int] = []
 
     def strike(done_bytes: int) -> None:
@@ -66,4 +64,4 @@ def test_a_datanode_that_ends_in_the_middle_of_a_load_costs_no_tensor(
     assert sum(after.report.datanodes.values()) == after.report.stored_bytes > 16 * MIB
     ended = weights.report
     assert ended.failed_over + ended.hedged + after.report.failed_over + after.report.hedged >= 1
-    assert set(our_threads()) <= {"weightyard-hdfs"}, "of the store, which is open"
+    assert set(left_threads()) <= {"weightyard-hdfs"}, "of the store, which is open"

@@ -15,14 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 from hdfs_world import by_service, straight
-from loader_world import BERT, leases, noise, same, yard_in
+from loader_world import BERT, leases, noise, our_threads, same, yard_in
 from snapshot_world import leftovers
 from torch import nn
+from waiting import SOON_S
 
 from weightyard.errors import DeadlineExceeded, NoSuchThing
 from weightyard.format.block import MIB
 from weightyard.registry.database import Database
 from weightyard.testing.cluster import MiniCluster
+from weightyard.transfer.settling import Settling
 from weightyard.yard import Yard
 
 STATE = {
@@ -173,5 +175,24 @@ def test_the_threads_of_a_store_end_with_its_yard(cluster: MiniCluster, tmp_path
         wait_for_records()
         assert {one.name for one in new()} == {"weightyard-hdfs"}
     for one in new():
-        one.join(20)
+        one.join(SOON_S)
     assert not new()
+
+
+def test_a_closed_yard_has_no_thread_left_that_wrote_its_records(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_more, is_ending = Settling._is_more, threading.Event()
+
+    def ends_late(settling: Settling) -> bool:
+        if is_more(settling):
+            return True
+        is_ending.set()
+        time.sleep(0.2)
+        return False
+
+    monkeypatch.setattr(Settling, "_is_more", ends_late)
+    with yard_in(tmp_path) as yard:
+        yard.push(STATE, BERT)
+        assert is_ending.wait(SOON_S)
+    assert our_threads() == []

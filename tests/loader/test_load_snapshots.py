@@ -17,9 +17,20 @@ import pytest
 import torch
 from byproduct_world import Elsewhere, elsewhere
 from hdfs_world import by_service, straight
-from loader_world import BERT, leases, noise, our_threads, same, saved, sharded, yard_in
+from loader_world import (
+    BERT,
+    leases,
+    left_threads,
+    noise,
+    our_threads,
+    same,
+    saved,
+    sharded,
+    yard_in,
+)
 from snapshot_world import content, leftovers
 from torch import nn
+from waiting import SOON_S
 
 from weightyard.errors import StoreFull
 from weightyard.loader import byproducts
@@ -59,7 +70,7 @@ def model(tmp_path: Path) -> Path:
 def world(model: Path, tmp_path: Path) -> Iterator[Elsewhere]:
     with elsewhere(tmp_path) as opened:
         yield opened
-    assert our_threads() == []
+    assert left_threads() == []
     assert leftovers(tmp_path / "cache") == []
 
 
@@ -255,10 +266,13 @@ def test_a_yard_on_this_host_leaves_none(model: Path, tmp_path: Path) -> None:
         assert yard.snapshots.listed() == []
 
 
-def test_closing_finishes_what_is_nearly_done(model: Path, tmp_path: Path) -> None:
+def test_closing_finishes_what_is_nearly_done(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(byproducts, "NEARLY_DONE_S", SOON_S)
     with elsewhere(tmp_path) as world:
         weights = world.yard.load(BERT)
-    assert our_threads() == []
+    assert left_threads() == []
     with elsewhere(tmp_path) as world:
         assert world.yard.load(BERT).report.from_snapshot
     assert same(weights, TENSORS)
@@ -272,7 +286,7 @@ def test_closing_gives_up_what_is_not_nearly_done_and_leaves_nothing(
         world.gate.clear()
         weights = world.yard.load(BERT)
         assert world.is_held.wait(60)
-    assert our_threads() == []
+    assert left_threads() == []
     assert leftovers(tmp_path / "cache") == []
     assert world.yard.snapshots.listed() == []
     assert len(said("snapshot.given_up")) == 1

@@ -17,7 +17,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
+import numpy as np
 import pytest
+from loader_world import reserved_port
 from snapshot_world import BERT, content, settings_in, write_model, yard_in
 
 import weightyard
@@ -44,12 +46,19 @@ def environment(folder: Path, **more: str) -> dict[str, str]:
     }
 
 
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Where a service is, or was: nobody else answers there."""
+    with reserved_port() as reserved:
+        yield reserved
+
+
 @contextmanager
-def serving(folder: Path) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+def serving(folder: Path, port: int) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     log = folder / "service.log"
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [WEIGHTYARD, "serve", "--port", "0"], env=environment(folder), stderr=out
+            [WEIGHTYARD, "serve", "--port", str(port)], env=environment(folder), stderr=out
         )
     try:
         end = time.monotonic() + 90
@@ -84,11 +93,11 @@ print(json.dumps({
 
 
 def test_a_second_process_loads_prod_after_service_database_and_store_are_gone(
-    tmp_path: Path,
+    tmp_path: Path, port: int
 ) -> None:
     pytest.importorskip("torch")
     model = write_model(tmp_path / "model", 1, 2)
-    with serving(tmp_path) as (url, process):
+    with serving(tmp_path, port) as (url, process):
         # Through the service, as on a host that does not reach the store.
         with open_yard(url, settings=settings_in(tmp_path, via="service")) as yard:
             yard.push(model, BERT, alias="prod")
@@ -176,6 +185,24 @@ def test_offline_a_digest_needs_no_resolution(tmp_path: Path) -> None:
             yard.snapshot(f"{BERT}@{'0' * 64}")
 
 
+def test_offline_versions_are_compared_by_the_blocks_they_have(tmp_path: Path) -> None:
+    safetensors = pytest.importorskip("safetensors.numpy")
+    tensors = {name: np.zeros(100, np.float32) for name in ("a", "b")}
+    file = tmp_path / "model.safetensors"
+    with yard_in(tmp_path) as yard:
+        for value in (1, 2):
+            tensors["b"][0] = value
+            safetensors.save_file(tensors, file)
+            yard.push(file, BERT)
+            yard.snapshot(BERT)
+            yard.snapshot(f"{BERT}@v{value}")
+        found = yard.diff(f"{BERT}@v1", f"{BERT}@v2")
+        assert found.tensors_changed == ("model.safetensors:b",)
+    with yard_in(tmp_path, offline=True) as yard:
+        found = yard.diff(f"{BERT}@v1", f"{BERT}@v2")
+        assert found.tensors_changed == ("model.safetensors:a", "model.safetensors:b")
+
+
 def test_what_another_yard_meant_by_the_same_ref_is_not_used(tmp_path: Path) -> None:
     with yard_in(tmp_path) as yard:
         yard.push(write_model(tmp_path / "model", 1), BERT, alias="prod")
@@ -189,10 +216,8 @@ def test_what_another_yard_meant_by_the_same_ref_is_not_used(tmp_path: Path) -> 
 
 
 def test_without_being_told_so_a_dead_service_is_an_error_not_an_old_version(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
     settings = Settings(home=tmp_path / "home", cache=tmp_path / "cache", deadline_s=0.5)
     url = f"http://127.0.0.1:{port}"
     with pytest.raises(RegistryUnavailable, match=str(port)):
@@ -210,10 +235,13 @@ def test_without_being_told_so_a_dead_service_is_an_error_not_an_old_version(
 
 
 def test_a_yard_that_was_away_when_it_was_opened_gives_no_old_version_to_who_wants_none(
-    tmp_path: Path,
+    tmp_path: Path, port: int
 ) -> None:
     prod = f"{BERT}@prod"
-    with serving(tmp_path) as (url, _), open_yard(url, settings=settings_in(tmp_path)) as yard:
+    with (
+        serving(tmp_path, port) as (url, _),
+        open_yard(url, settings=settings_in(tmp_path)) as yard,
+    ):
         yard.push(write_model(tmp_path / "model", 1), BERT, alias="prod")
         path = yard.snapshot(prod)
     settings = Settings(cache=tmp_path / "cache", deadline_s=0.5, on_unavailable="cached")
@@ -229,9 +257,10 @@ def test_a_yard_that_was_away_when_it_was_opened_gives_no_old_version_to_who_wan
 
 
 def lose_database(folder: Path, yard: Yard) -> None:
+    # Once its records are written: who writes them would make a new one.
+    yard.registry.database.engine.dispose()
     for file in (folder / "store").glob("registry.db*"):
         file.unlink()
-    yard.registry.database.engine.dispose()
     (folder / "store" / "registry.db").mkdir()
     with pytest.raises(Retryable):
         yard.resolve(f"{BERT}@prod")

@@ -163,7 +163,7 @@ def test_a_second_process_loads_prod_bit_for_bit_after_service_database_and_name
             env=environment(node, **configured, **cached),
             capture_output=True,
             text=True,
-            timeout=LIMIT_S,
+            timeout=2 * LIMIT_S,
         )
     finally:
         namenode.resume()
@@ -189,7 +189,7 @@ def test_a_yard_opened_while_the_namenode_hung_reads_hdfs_when_it_goes_on(
     with yard_in(tmp_path, hdfs, hadoop_conf_dir=cluster.conf_dir) as yard:
         yard.push(tensors, BERT, alias="prod")
         yard.snapshot(PROD)
-    patience = {"deadline_s": 3.0, "on_unavailable": "cached", "hadoop_conf_dir": cluster.conf_dir}
+    patience = {"deadline_s": 6.0, "on_unavailable": "cached", "hadoop_conf_dir": cluster.conf_dir}
     with ExitStack() as hung:
         (namenode,) = cluster.namenodes
         namenode.pause()
@@ -198,7 +198,7 @@ def test_a_yard_opened_while_the_namenode_hung_reads_hdfs_when_it_goes_on(
             time.sleep(0.3)  # a look is due
             began = time.monotonic()
             old = yard.load(PROD)
-            assert time.monotonic() - began < 2, "no load waits for the NameNode"
+            assert time.monotonic() - began < 5, "no load waits for the NameNode"
             assert isinstance(old.version, RememberedVersion)
             hung.close()
             end = time.monotonic() + LIMIT_S

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loader_world import BERT, leases, noise, our_threads, same, saved, sharded, yard_in
+from loader_world import BERT, leases, left_threads, noise, same, saved, sharded, yard_in
 from safetensors import safe_open
 
 from weightyard.errors import NoSuchThing, Refused
@@ -83,7 +83,7 @@ def test_the_bytes_stay_while_it_is_open(yard: Yard, file: Path) -> None:
         _collect(yard)
         assert same({"w": weights.get_tensor("w")}, {"w": TENSORS["w"]})
     assert leases(yard.registry.database) == 0
-    assert our_threads() == []
+    assert left_threads() == []
     _collect(yard)
     assert not list(yard.store.list(layout.PACKS))
 

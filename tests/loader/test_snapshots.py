@@ -11,10 +11,12 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from snapshot_world import BERT, content, leftovers, settings_in, write_model, yard_in
+from waiting import SOON_S
 
 from weightyard.errors import (
     NoSuchThing,
@@ -260,6 +262,7 @@ def test_a_snapshot_over_the_bound_is_refused_and_evicts_nothing(
 
 def test_a_full_disk_is_said_and_leaves_nothing(yard: Yard, model: Path, tmp_path: Path) -> None:
     push(yard, model)
+    assert yard._settling.wait(), "its records are written: nothing else meets the full disk"
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
@@ -299,7 +302,7 @@ def test_a_mapped_load_verifies_in_the_background_at_most_once_a_day(
     os.utime(checked, (0, 0))
     first, second = found.recheck(), found.recheck()
     assert first is not None
-    first.join(20)
+    first.join(SOON_S)
     assert second is None
     assert time.time() - checked.stat().st_mtime < 60
     assert found.recheck() is None
@@ -307,8 +310,67 @@ def test_a_mapped_load_verifies_in_the_background_at_most_once_a_day(
     os.utime(checked, (0, 0))
     again = found.recheck()
     assert again is not None
-    again.join(20)
+    again.join(SOON_S)
     assert not path.exists()
+
+
+def test_who_comes_to_verify_when_another_just_did_leaves_it(
+    yard: Yard, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = push(yard, model)
+    path = yard.snapshot(BERT)
+    found = yard.snapshots.find(digest)
+    assert found is not None
+    checked = Place(path.parent, path.name).checked
+    os.utime(checked, (0, 0))
+    take = Lock.take
+
+    def later(file: Path, **how: Any) -> Lock | None:
+        os.utime(checked)  # the other one had the lock until now
+        return take(file, **how)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Lock, "take", later)
+        assert found.recheck() is None
+    free = Lock.take(checked, shared=False)
+    assert free is not None, "it keeps no lock"
+    free.close()
+
+
+def test_one_of_which_nobody_knows_when_it_was_verified_is_verified(
+    yard: Yard, model: Path
+) -> None:
+    digest = push(yard, model)
+    path = yard.snapshot(BERT)
+    found = yard.snapshots.find(digest)
+    assert found is not None
+    Place(path.parent, path.name).checked.unlink()
+    verifying = found.recheck()
+    assert verifying is not None
+    verifying.join(SOON_S)
+    assert found.recheck() is None
+
+
+def test_what_is_made_while_leftovers_are_swept_stays(
+    yard: Yard, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    digest = push(yard, model)
+    place = Place.of(yard.snapshots.root, digest)
+    yard.snapshot(BERT)
+    yard.snapshots.remove(place)
+    place.lock.touch()  # as of one who was killed before it was made
+    take = Lock.take
+
+    def later(file: Path, **how: Any) -> Lock | None:
+        monkeypatch.undo()
+        with yard_in(tmp_path) as other:
+            other.snapshot(BERT)
+        return take(file, **how)
+
+    monkeypatch.setattr(Lock, "take", later)
+    yard.snapshots.sweep()
+    assert content(place.folder) == content(model)
+    assert yard.snapshots.find(digest) is not None
 
 
 @pytest.mark.parametrize("what", ["truncated", "link", "gone"])

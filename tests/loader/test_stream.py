@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from loader_world import BERT, leases, noise, our_threads, same, sharded, yard_in
+from loader_world import BERT, leases, left_threads, noise, our_threads, same, sharded, yard_in
+from waiting import SOON_S, eventually
 
 from weightyard.errors import DeadlineExceeded, NoSuchThing, Refused, StoreUnavailable
 from weightyard.format.block import MIB
+from weightyard.storage.cancel import Cancel
 from weightyard.yard import Yard
 
 LAYERS = {f"layers.{number}.w": noise(1024, 2048, seed=number) for number in range(24)}
@@ -29,29 +31,48 @@ def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
 
 
 class Watched:
-    """Counts the bytes a store reads, and can slow it down, as a link would, or fail it."""
+    """Counts the bytes a store reads, and can slow it down, hold it up, or fail it."""
 
     def __init__(self, yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
         self.bytes = 0
         self.wait_s = 0.0
-        self.bytes_per_s = float("inf")
         self.fails_after: float = float("inf")
+        self.goes_on = threading.Event()
+        """What is held up is read."""
+        self.goes_on.set()
+        self.is_held = threading.Event()
+        """Something is held up."""
+        self._seen: set[tuple[str, int]] = set()
         self._lock = threading.Lock()
         read = type(yard.store).read
 
         def watched(store: Any, location: Any, reads: Any, **options: Any) -> Any:
             time.sleep(self.wait_s)
+            places = {(location.path.text, one.offset) for one in reads}
+            self._wait(places, options.get("cancel"))
             with self._lock:
-                if (cancel := options.get("cancel")) is not None:
-                    cancel.check("reading")
-                amount = sum(one.into.nbytes for one in reads)
-                time.sleep(amount / self.bytes_per_s)
-                self.bytes += amount
+                self._seen |= places
+                self.bytes += sum(one.into.nbytes for one in reads)
                 if self.bytes > self.fails_after:
                     raise StoreUnavailable("injected")
             return read(store, location, reads, **options)
 
         monkeypatch.setattr(type(yard.store), "read", watched)
+
+    def hold_up(self) -> None:
+        """From now on only what was read before is read, until it may go on or is given up."""
+        self.goes_on.clear()
+        self.bytes = 0
+
+    def _wait(self, places: set[tuple[str, int]], cancel: Cancel | None) -> None:
+        def is_given_up() -> bool:
+            return cancel is not None and cancel.is_cancelled
+
+        if not self.goes_on.is_set() and not places <= self._seen:
+            self.is_held.set()
+            eventually(lambda: self.goes_on.is_set() or is_given_up())
+        if cancel is not None:
+            cancel.check("reading")
 
 
 @pytest.fixture
@@ -73,15 +94,20 @@ def test_each_tensor_is_the_caller_s_own(yard: Yard) -> None:
     assert same(dict(kept), {name: one + 1 for name, one in LAYERS.items()})
 
 
+def hold_up_all_but_the_first(yard: Yard, watched: Watched) -> None:
+    """Only what a stream begins with can be read: a first batch of two tensors."""
+    assert len(list(yard.stream(BERT, tensors=["layers.0.w", "layers.1.w"]))) == 2
+    watched.hold_up()
+
+
 def test_the_first_tensor_is_there_long_before_the_last(yard: Yard, watched: Watched) -> None:
-    watched.bytes_per_s = 60 * MIB
-    began = time.monotonic()
+    hold_up_all_but_the_first(yard, watched)
     stream = yard.stream(BERT)
-    next(stream)
-    first_s = time.monotonic() - began
-    for _ in stream:
-        pass
-    assert first_s < (time.monotonic() - began) / 2
+    name, _ = next(stream)
+    assert name == "layers.0.w"
+    assert watched.bytes < sum(one.nbytes for one in LAYERS.values()) / 2
+    watched.goes_on.set()
+    assert len(list(stream)) == len(LAYERS) - 1
 
 
 def test_no_more_is_read_ahead_than_the_budget(yard: Yard, watched: Watched) -> None:
@@ -95,10 +121,7 @@ def test_no_more_is_read_ahead_than_the_budget(yard: Yard, watched: Watched) -> 
 def test_what_comes_next_is_read_while_the_caller_works(yard: Yard, watched: Watched) -> None:
     stream = yard.stream(BERT, ahead_bytes=32 * MIB)
     next(stream)
-    deadline = time.monotonic() + 20
-    while watched.bytes < 20 * MIB:
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    eventually(lambda: watched.bytes >= 20 * MIB)
     stream.close()  # type: ignore[attr-defined]
 
 
@@ -121,32 +144,32 @@ def test_leaving_a_stream_early_leaves_no_thread(yard: Yard, watched: Watched, h
             stream.close()  # type: ignore[attr-defined]
         del stream
     gc.collect()
-    assert our_threads() == []
+    assert left_threads() == []
     assert watched.bytes < sum(one.nbytes for one in LAYERS.values())
 
 
 def test_what_is_under_way_is_given_up_when_a_stream_is_left(yard: Yard, watched: Watched) -> None:
-    watched.bytes_per_s = 40 * MIB
+    hold_up_all_but_the_first(yard, watched)
     stream = yard.stream(BERT)
     next(stream)
-    before = watched.bytes
+    assert watched.is_held.wait(SOON_S)
     stream.close()  # type: ignore[attr-defined]
-    assert watched.bytes - before <= 20 * MIB  # of the 48 MiB that were being read
+    assert left_threads() == []
+    assert watched.bytes <= 9 * MIB, "nothing of what was being read"
 
 
 def test_a_stream_that_is_never_begun_reads_nothing(yard: Yard, watched: Watched) -> None:
     stream = yard.stream(BERT)
     assert watched.bytes < MIB  # the manifest
     del stream
-    assert our_threads() == []
+    assert left_threads() == []
 
 
 def _kept(
-    stream: Iterator[tuple[str, torch.Tensor]], into: dict[str, torch.Tensor], wait_s: float = 0
+    stream: Iterator[tuple[str, torch.Tensor]], into: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     for name, tensor in stream:
         into[name] = tensor
-        time.sleep(wait_s)
     return into
 
 
@@ -159,7 +182,7 @@ def test_what_was_whole_is_given_before_a_failure_and_nothing_after(
         _kept(yard.stream(BERT, ahead_bytes=8 * MIB), given)
     assert 0 < len(given) < 12
     assert same(given, {name: LAYERS[name] for name in given})
-    assert our_threads() == []
+    assert left_threads() == []
 
 
 def test_what_cannot_be_had_is_said_before_the_first_tensor(yard: Yard) -> None:
@@ -179,12 +202,12 @@ def test_a_stream_takes_slices_and_casts(yard: Yard) -> None:
 
 
 def test_a_stream_ends_when_its_time_is_up(yard: Yard, watched: Watched) -> None:
-    watched.wait_s = 0.1
+    hold_up_all_but_the_first(yard, watched)
     began = time.monotonic()
     with pytest.raises(DeadlineExceeded):
-        _kept(yard.stream(BERT, timeout=0.5, ahead_bytes=8 * MIB), {}, wait_s=0.05)
-    assert time.monotonic() - began < 3
-    assert our_threads() == []
+        _kept(yard.stream(BERT, timeout=0.5, ahead_bytes=8 * MIB), {})
+    assert time.monotonic() - began < SOON_S / 2, "long before what is held up is read"
+    assert left_threads() == []
 
 
 def test_tied_tensors_come_right_after_each_other(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import numpy as np
 
 from weightyard.format.block import aligned
 from weightyard.format.manifest import Extent
-from weightyard.loader.batches import BATCH_BYTES, Batch, Part
+from weightyard.loader.batches import Batch, Part
 from weightyard.loader.filling import Filled, copy_picked
 from weightyard.loader.placing import Placer
 from weightyard.loader.plan import Fetch, Pick, TensorPlan
@@ -48,7 +48,6 @@ class Arriving:
         self._begun: set[int] = set()
         self._runs: dict[tuple[int, int], tuple[memoryview, int]] = {}
         """Runs to pick from of which some has come, and how much of them has not."""
-        self._batch_bytes = min(BATCH_BYTES, sum(aligned(plan.bytes) for plan in plans))
         for tensor, plan in enumerate(plans):
             for number, fetch in enumerate(plan.fetches):
                 at = 0
@@ -66,7 +65,7 @@ class Arriving:
         used = 0
         for part, source in self._parts(arrived):
             needed = aligned(part.fetch.length)
-            if parts and used + needed > self._batch_bytes:
+            if parts and used + needed > self._placer.batch_bytes:
                 done += self._place(parts, sources)
                 parts, sources, used = [], [], 0
             parts.append(part)
@@ -110,8 +109,12 @@ class Arriving:
                     run = self._gather(need, fetch, at, source)
                     if run is not None:
                         yield Part(need.tensor, fetch), run
-                else:
-                    yield Part(need.tensor, Fetch((), end - begin, fetch.goes + at)), source
+                    continue
+                step = self._placer.batch_bytes
+                for start in range(0, source.nbytes, step):
+                    piece = source[start : start + step]
+                    goes = fetch.goes + at + start
+                    yield Part(need.tensor, Fetch((), piece.nbytes, goes)), piece
 
     def _gather(self, need: _Need, fetch: Fetch, at: int, source: memoryview) -> memoryview | None:
         """Keep some of a run to pick from, which is returned when all of it is there."""

@@ -78,7 +78,7 @@ class DecodingRing(RingPlacer):
         )
         import torch
 
-        self._scratch = copies.empty((self.slab_length,), torch.uint8)
+        self._scratch = copies.empty((self.batch_bytes,), torch.uint8)
         copies.follow()
         # Several threads queue work on the scratch memory: what belongs together stays so.
         self._queueing = threading.Lock()

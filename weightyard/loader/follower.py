@@ -379,9 +379,11 @@ class Follower(Closing):
         except Cancelled:
             return
         except YardError as why:
-            self._fail(wanted, why)
+            # What is damaged may be healed; what is refused stays so until the ref moves.
+            self._fail(wanted, why, may_pass=isinstance(why, Retryable | Damaged))
         except Exception as why:  # noqa: BLE001  the old version goes on serving
-            self._fail(wanted, Bug(f"bringing {wanted.ref}: {why!r}"))
+            # Such as MemoryError: a host may be short of something for a moment.
+            self._fail(wanted, Bug(f"bringing {wanted.ref}: {why!r}"), may_pass=True)
         else:
             staged = Staged(wanted, contents, tensors, report)
             with self._state:
@@ -401,15 +403,13 @@ class Follower(Closing):
                 seconds=round(time.monotonic() - began, 3),
             )
 
-    def _fail(self, wanted: Version, why: YardError) -> None:
+    def _fail(self, wanted: Version, why: YardError, *, may_pass: bool) -> None:
         with self._state:
             if self._wanted is not wanted or self._stop.is_cancelled:
                 return
             self._not_brought = why
             self._attempts += 1
             pause_s = min(_LONGEST_RETRY_S, _FIRST_RETRY_S * 2 ** min(self._attempts - 1, 10))
-            # What is damaged may be healed; what is refused stays so until the ref moves.
-            may_pass = isinstance(why, Retryable | Damaged)
             self._retry_at = time.monotonic() + jitter.about(pause_s) if may_pass else math.inf
         _log.warning(
             "follow.failed",

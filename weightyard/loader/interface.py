@@ -181,7 +181,9 @@ class Loads(ABC):
             return load_shared(
                 Peers(group, asked.deadline),
                 lambda: self._version_to_use(ref, on_unavailable, asked.deadline),
-                lambda version: self._origin_of(version, asked, tally, cache=cache, leaves=False),
+                lambda version, asked: self._origin_of(
+                    version, asked, tally, cache=cache, leaves=False
+                ),
                 asked,
                 device,
             )
@@ -208,9 +210,10 @@ class Loads(ABC):
     ) -> LoadReport:
         """Fill a module's parameters and persistent buffers. The arguments: see `Loads`.
 
-        Keys and shapes are compared before any tensor is read; with `strict`, missing and
-        unexpected keys raise DoesNotFit as other shapes always do. Of parameters that the module
-        ties one name is enough. Of a DTensor this rank's shard is read, and no more.
+        Keys, shapes and kinds are compared before any tensor is read; with `strict`, missing and
+        unexpected keys raise DoesNotFit as other shapes always do, and dtypes that differ unless
+        both are floats. Of parameters that the module ties one name is enough. Of a DTensor this
+        rank's shard is read, and no more.
 
         Parameters that have memory are filled where they are, and keep device and dtype. If that
         fails half-way some have their new values, some the old ones, and some of both: load

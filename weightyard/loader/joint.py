@@ -17,13 +17,14 @@ import numpy as np
 
 from weightyard.format.block import ALIGNMENT
 from weightyard.format.dtypes import DType
+from weightyard.loader import peers
 from weightyard.loader.arriving import Arriving
 from weightyard.loader.asked import Asked
 from weightyard.loader.batches import Batch, Part
 from weightyard.loader.filling import Filled
 from weightyard.loader.finding import find, told
 from weightyard.loader.origin import Destination, Origin
-from weightyard.loader.peers import Parcel, Ranks
+from weightyard.loader.peers import DONE, Parcel, Ranks, tell_until_done
 from weightyard.loader.placing import Placer
 from weightyard.loader.plan import Fetch, TensorPlan
 from weightyard.loader.sharing import (
@@ -44,12 +45,6 @@ if TYPE_CHECKING:
 
 _AHEAD = 4
 """What a rank reads before it is exchanged or placed: so many rounds."""
-
-_SLICE_S = 1.0
-"""How long a rank goes on by itself before it tells the others that it is there: shorter than they
-wait for it when they find that another one is gone."""
-
-_DONE = b"done"
 
 _T = TypeVar("_T")
 
@@ -160,8 +155,7 @@ def _carry_out(ranks: Ranks, planned: Planned, split: Split, take: Take) -> int:
             ranks.tell(making.read, "reading")
             with planned.origin.tally.stage("exchange"):
                 making.exchange(ranks, portions)
-        while any(said != _DONE for said in ranks.tell(making.go_on, "reading")):
-            pass
+        tell_until_done(ranks, making.go_on, "reading")
     finally:
         making.close()
     return making.received_bytes
@@ -188,7 +182,7 @@ class _Making:
 
     def go_on(self) -> bytes:
         """Make for a while what needs no other rank. Says when nothing is left."""
-        return _DONE
+        return DONE
 
     def close(self) -> None:
         """End what is under way. Idempotent."""
@@ -203,12 +197,12 @@ class _Mapping(_Making):
         self._tensors = planned.origin.tensors(planned.plans, planned.asked, planned.to)
 
     def go_on(self) -> bytes:
-        until = time.monotonic() + _SLICE_S
+        until = time.monotonic() + peers.SLICE_S
         for one, tensor in self._tensors:
             self._take(self._numbers[one.names], tensor)
             if time.monotonic() > until:
                 return b""
-        return _DONE
+        return DONE
 
 
 class _Sharing(_Making):
@@ -266,9 +260,9 @@ class _Sharing(_Making):
 
     def go_on(self) -> bytes:
         if self._is_done:
-            return _DONE
+            return DONE
         self._begin()
-        until = time.monotonic() + _SLICE_S
+        until = time.monotonic() + peers.SLICE_S
         self._read_ahead()
         self._place()
         while self._running:
@@ -286,7 +280,7 @@ class _Sharing(_Making):
             self._deliver(self._arriving.count(self._straight))
         self._deliver(self._arriving.empty())
         self._is_done = True
-        return _DONE
+        return DONE
 
     def close(self) -> None:
         for reading in self._readings:

@@ -6,12 +6,11 @@ import os
 import socket
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from weightyard.errors import NoSuchThing, NotAllowed, Retryable, YardError
 from weightyard.logs import Log
 from weightyard.names import Ref
-from weightyard.records import ReadLease
 from weightyard.transfer.catalogue import Catalogue
 
 _log = Log(__name__)
@@ -27,31 +26,21 @@ _ENDING_S = 2.0
 
 @contextmanager
 def held(catalogue: Catalogue, ref: str) -> Iterator[None]:
-    """Hold a read lease on a version, renewed in the background. Raises NoSuchThing.
+    """Hold a read lease on a version. Raises NoSuchThing.
 
-    Where a lease cannot be had the work goes on without: gc then has no reason to wait, and a
+    While a lease cannot be had the work goes on without: gc then has no reason to wait, and a
     read of what it took is an error, never a wrong byte.
     """
+    lease = _Lease(catalogue, ref)
     try:
-        lease = catalogue.take_lease(Ref.parse(ref), _holder(), LEASE_S)
+        lease.take()
     except (Retryable, NotAllowed) as why:
         _log.warning("lease.not_taken", version=ref, reason=why)
-        yield
-        return
-    done = threading.Event()
-    renewing = threading.Thread(
-        target=_renew, args=(catalogue, lease, done), name="weightyard-lease", daemon=True
-    )
-    renewing.start()
+    lease.keep()
     try:
         yield
     finally:
-        done.set()
-        renewing.join(_ENDING_S)
-        try:
-            catalogue.release_lease(lease.id)
-        except (Retryable, NotAllowed) as why:
-            _log.warning("lease.not_released", version=ref, reason=why)  # it ends by itself
+        lease.release()
 
 
 class Holding:
@@ -59,7 +48,7 @@ class Holding:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self._catalogue = catalogue
-        self._leases: dict[str, ExitStack] = {}
+        self._leases: dict[str, _Lease] = {}
 
     @property
     def refs(self) -> frozenset[str]:
@@ -73,29 +62,72 @@ class Holding:
             if ref not in self._leases:
                 self._leases[ref] = self._take(ref)
         for ref in self._leases.keys() - set(wanted):
-            try:
-                self._leases.pop(ref).close()
-            except YardError as why:
-                _log.warning("lease.not_released", version=ref, reason=why)  # it ends by itself
+            self._leases.pop(ref).release()
 
-    def _take(self, ref: str) -> ExitStack:
-        with ExitStack() as taking:
-            try:
-                taking.enter_context(held(self._catalogue, ref))
-            except YardError as why:  # such as one that was removed: what is read of it will tell
-                _log.warning("lease.not_taken", version=ref, reason=why)
-            return taking.pop_all()
-
-
-def _renew(catalogue: Catalogue, lease: ReadLease, done: threading.Event) -> None:
-    while not done.wait(_RENEW_S):
+    def _take(self, ref: str) -> _Lease:
+        lease = _Lease(self._catalogue, ref)
         try:
-            catalogue.renew_lease(lease.id, LEASE_S)
-        except (NoSuchThing, NotAllowed) as why:
-            _log.warning("lease.ended", version=lease.ref, reason=why)
-            return
-        except Retryable as why:
-            _log.warning("lease.not_renewed", version=lease.ref, reason=why)
+            lease.take()
+        except YardError as why:  # such as one that was removed: what is read of it will tell
+            _log.warning("lease.not_taken", version=ref, reason=why)
+        lease.keep()
+        return lease
+
+
+class _Lease:
+    """A read lease on a version. Call order: take → keep → release.
+
+    Kept in the background: renewed, and taken again where there is none, for gc removes those that
+    an outage kept from being renewed.
+    """
+
+    def __init__(self, catalogue: Catalogue, ref: str) -> None:
+        self._catalogue = catalogue
+        self._ref = Ref.parse(ref)
+        self._id: int | None = None
+        self._is_over = threading.Event()
+        self._keeping = threading.Thread(target=self._keep, name="weightyard-lease", daemon=True)
+
+    def take(self) -> None:
+        self._id = self._catalogue.take_lease(self._ref, _holder(), LEASE_S).id
+
+    def keep(self) -> None:
+        self._keeping.start()
+
+    def release(self) -> None:
+        self._is_over.set()
+        self._keeping.join(_ENDING_S)
+        try:
+            if self._id is not None:
+                self._catalogue.release_lease(self._id)
+        except YardError as why:
+            _log.warning("lease.not_released", version=self._ref, reason=why)  # it ends by itself
+
+    def _keep(self) -> None:
+        while not self._is_over.wait(_RENEW_S):
+            try:
+                self._renew()
+            except (NoSuchThing, NotAllowed) as why:
+                _log.warning("lease.ended", version=self._ref, reason=why)
+                return
+            except YardError as why:
+                _log.warning("lease.not_renewed", version=self._ref, reason=why)
+            except Exception:
+                # Who released it did not wait for long, and may have closed the catalogue.
+                if not self._is_over.is_set():
+                    raise
+
+    def _renew(self) -> None:
+        """Raises NoSuchThing if the version is gone too."""
+        if self._id is not None:
+            try:
+                self._catalogue.renew_lease(self._id, LEASE_S)
+            except NoSuchThing:
+                self._id = None
+            else:
+                return
+        self.take()
+        _log.info("lease.taken_again", version=self._ref)
 
 
 def _holder() -> str:

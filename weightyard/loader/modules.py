@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from weightyard.errors import DoesNotFit
 from weightyard.format.manifest import TensorEntry
 from weightyard.loader.layouts import is_layout
+from weightyard.loader.state import torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +93,8 @@ def fit(
     """The slot each tensor goes to, by the tensor's name. One name of a tie is enough.
 
     With `strict`, missing and unexpected keys are an error; `expected` are the keys that may be
-    missed, if not all of the module's. Raises DoesNotFit, also for another shape.
+    missed, if not all of the module's. Raises DoesNotFit, also for another shape or kind: into
+    memory that is there floats are cast to floats, and nothing else is cast.
     """
     by_name = {entry.name: entry for entry in entries}
     fitting: dict[str, Slot] = {}
@@ -114,6 +116,10 @@ def fit(
             wrong.append(
                 f"{entry.name} is {list(entry.shape)}, in the module {list(slot.tensor.shape)}"
             )
+        comes, there_is = torch_dtype(entry.dtype), slot.tensor.dtype
+        are_floats = comes.is_floating_point and there_is.is_floating_point
+        if comes != there_is and not are_floats and not slot.tensor.is_meta:
+            wrong.append(f"{entry.name} is {comes}, in the module {there_is}")
         fitting[entry.name] = slot
     known = {name for slot in slots for name in slot.names}
     unexpected = [name for name in by_name if name not in known]
@@ -129,7 +135,7 @@ def _said(wrong: Sequence[str], missing: Sequence[str], unexpected: Sequence[str
         f"{what}: {', '.join(names[:_FEW])}"
         + (f" and {len(names) - _FEW} more" if len(names) > _FEW else "")
         for what, names in (
-            ("shapes or ties that differ", wrong),
+            ("shapes, kinds or ties that differ", wrong),
             ("missing keys", missing),
             ("unexpected keys", unexpected),
         )

@@ -32,6 +32,12 @@ WAIT_S = 120.0
 GRACE_S = 2.0
 """How much longer than a deadline, so that the rank it ends first can say so."""
 
+SLICE_S = 1.0
+"""How long a rank goes on by itself before it tells the others that it is there: shorter than they
+wait for it when they find that another one is gone."""
+
+DONE = b"done"
+
 ROLL_CALL_S = 3.0
 """How long after one another those who are left answer, when one is gone."""
 
@@ -78,6 +84,12 @@ class Alone:
         return [step()]
 
     def swap(self, sends: Sequence[Parcel], receives: Sequence[Parcel], doing: str) -> None:
+        pass
+
+
+def tell_until_done(ranks: Ranks, go_on: Callable[[], bytes], doing: str) -> None:
+    """Have each rank go on by itself, for SLICE_S at a time, until all of them say DONE."""
+    while any(said != DONE for said in ranks.tell(go_on, doing)):
         pass
 
 
@@ -247,5 +259,5 @@ def _header(length: int, failure: BaseException | None) -> bytes:
     text = b""
     if failure is not None:
         kind = failure.code if isinstance(failure, YardError) else type(failure).__name__
-        text = f"{kind}: {failure}".encode()[:496]
+        text = f"{kind}: {failure}".encode(errors="replace")[:496]
     return _HEADER.pack(length, len(text), text)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from weightyard.errors import Unsupported
-from weightyard.loader.batches import Batch
+from weightyard.loader.batches import BATCH_BYTES, Batch
 from weightyard.loader.filling import Filled
 from weightyard.loader.plan import Pick, TensorPlan
 from weightyard.loader.report import Tally
@@ -27,6 +27,9 @@ class Placer(ABC):
     part of it (from any thread, several at once) → finish (from the caller's thread, when those
     fills are done). Last of all close, whatever happened.
     """
+
+    batch_bytes: int = BATCH_BYTES
+    """What is on its way in one batch: at most so many bytes, each part aligned."""
 
     @abstractmethod
     def begin(self, number: int) -> None:

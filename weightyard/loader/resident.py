@@ -80,7 +80,6 @@ class Resident:
         expected = None if patterns is None else {n for n in self._by_name if admits(n, patterns)}
         chosen = fit(self._slots, entries, strict=True, expected=expected)
         entries = [entry for entry in entries if entry.name in chosen]
-        _require_same_kinds(entries, chosen)
         layouts = {name: one.tensor for name, one in chosen.items() if is_layout(one.tensor)}
         plans = plan_tensors(entries, replace(asked, slices=layouts).indices(entries))
         return tuple(replace(plan, names=chosen[plan.name].names) for plan in plans)
@@ -138,14 +137,6 @@ def _slots(served: torch.nn.Module | Mapping[str, torch.Tensor]) -> list[Slot]:
             key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         by_memory.setdefault(key, (tensor, []))[1].append(name)
     return [Slot(tensor, (), tuple(names)) for tensor, names in by_memory.values()]
-
-
-def _require_same_kinds(entries: Iterable[TensorEntry], chosen: Mapping[str, Slot]) -> None:
-    """Floats are cast to floats; nothing else is cast."""
-    for entry in entries:
-        there, comes = chosen[entry.name].tensor.dtype, torch_dtype(entry.dtype)
-        if there != comes and not (there.is_floating_point and comes.is_floating_point):
-            raise DoesNotFit(f"{entry.name} is {comes}, and is served as {there}", [], [])
 
 
 def _require_same_structure(plans: Sequence[TensorPlan], now: Holds) -> None:

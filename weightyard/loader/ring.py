@@ -85,9 +85,9 @@ class RingPlacer(Placer):
         self._tensors: dict[int, torch.Tensor] = {}
         self._picked: dict[int, tuple[torch.Tensor, memoryview]] = {}
         self._free: queue.SimpleQueue[_Slab] = queue.SimpleQueue()
-        self.slab_length = min(slab_bytes, sum(aligned(plan.bytes) for plan in plans))
+        self.batch_bytes = min(slab_bytes, sum(aligned(plan.bytes) for plan in plans))
         for _ in range(slabs):
-            self._free.put(_Slab(copies.slab(self.slab_length)))
+            self._free.put(_Slab(copies.slab(self.batch_bytes)))
 
     def begin(self, number: int) -> None:
         plan, target = self._plans[number], self._targets.get(number)

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from weightyard.loader import peers
 from weightyard.loader.asked import Asked
 from weightyard.loader.finding import unreadable
 from weightyard.loader.joint import Planned, read_jointly
 from weightyard.loader.load import Weights, plan
 from weightyard.loader.origin import Destination, Origin
-from weightyard.loader.peers import Ranks
+from weightyard.loader.peers import DONE, Ranks, tell_until_done
 from weightyard.loader.placing import device_of
 from weightyard.records import RememberedVersion, Version
+from weightyard.storage.cancel import Cancel
 
 if TYPE_CHECKING:
     import torch
@@ -26,7 +30,7 @@ _VERSION: TypeAdapter[Version] = TypeAdapter(RememberedVersion | Version)
 def load_shared(
     ranks: Ranks,
     resolve: Callable[[], Version],
-    origin_of: Callable[[Version], Origin],
+    origin_of: Callable[[Version, Asked], Origin],
     asked: Asked,
     device: Any,
 ) -> Weights:
@@ -35,11 +39,11 @@ def load_shared(
     The first rank says which version a ref means. Raises RankFailed if another rank fails.
     """
     version = _resolved(ranks, resolve)
+    origin = _found(ranks, lambda asked: origin_of(version, asked), asked)
     mine: list[Planned] = []
     found: dict[int, torch.Tensor] = {}
 
     def prepare() -> Planned:
-        origin = origin_of(version)
         to = Destination(device_of(device))
         mine.append(Planned(origin, asked, to, plan(origin, asked)))
         return mine[0]
@@ -69,6 +73,32 @@ def _resolved(ranks: Ranks, resolve: Callable[[], Version]) -> Version:
 
     said = ranks.tell(first, "resolving")[0]
     return found[0] if found else told_version(said)
+
+
+def _found(ranks: Ranks, find: Callable[[Asked], Origin], asked: Asked) -> Origin:
+    """Where this rank's tensors are to be had, when every rank has found that out.
+
+    A node that does not reach the store brings the whole version first, which takes longer than a
+    rank is waited for that says nothing. So this one tells the others meanwhile that it is there.
+    """
+    stop = Cancel()
+    asked = replace(asked, deadline=replace(asked.deadline, cancel=stop))
+    pool = ThreadPoolExecutor(1, "weightyard-load")
+    finding = pool.submit(find, asked)
+
+    def go_on() -> bytes:
+        wait([finding], peers.SLICE_S)
+        if not finding.done():
+            return b""
+        finding.result()
+        return DONE
+
+    try:
+        tell_until_done(ranks, go_on, "planning")
+    finally:
+        stop.cancel()
+        pool.shutdown()
+    return finding.result()
 
 
 def told_version(said: bytes) -> Version:

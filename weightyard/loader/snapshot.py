@@ -258,9 +258,14 @@ class Snapshot(Closing):
 
         At most one process of a node does. A damaged snapshot is set aside and a warning logged.
         """
+        was_there = os.path.lexists(self._place.checked)  # else taking its lock makes it
         if time.time() - modified_s(self._place.checked) < RECHECK_S:
             return None
         if (alone := Lock.take(self._place.checked, shared=False)) is None:
+            return None
+        # Who had the lock until just now may have verified it.
+        if was_there and time.time() - modified_s(self._place.checked) < RECHECK_S:
+            alone.close()
             return None
         thread = threading.Thread(
             target=self._recheck, args=(alone,), name="weightyard-recheck", daemon=True

@@ -257,7 +257,8 @@ class Snapshots:
                 alone = Lock.take(place.lock, shared=False)
                 if alone is not None:
                     with alone:
-                        place.move_away(".going", alone)
+                        if not os.path.lexists(place.folder):  # not made until the lock was had
+                            place.move_away(".going", alone)
         for file in (self.root / ".state").glob(".*.partial"):
             if time.time() - modified_s(file) > _OLD_S:
                 file.unlink(missing_ok=True)

@@ -96,9 +96,7 @@ class StoreOrigin(Origin):
     ) -> Iterator[tuple[TensorPlan, torch.Tensor]]:
         placer = placer_for(plans, asked, to, self.tally)
         ahead = asked.budget.ahead_bytes(to.ahead_bytes)
-        batch_bytes = asked.budget.batch_bytes(ahead)
-        if isinstance(placer, RingPlacer):
-            batch_bytes = min(batch_bytes, placer.slab_length or batch_bytes)
+        batch_bytes = min(asked.budget.batch_bytes(ahead), placer.batch_bytes)
         # On the host a tensor lies where its bytes are received. Elsewhere, with a cast, and where
         # whole blocks are wanted to prove some of their bytes, there is a copy, which is bounded.
         is_straight = to.device.type == "cpu" and asked.dtype is None and asked.verify == "fast"
