@@ -26,6 +26,8 @@ from weightyard.yard import Yard
 
 UNTIL = 10
 INTERVAL = 3
+LIMIT_S = 240.0
+"""For three starts of a job, on a busy machine. Usually it takes a tenth of that."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,9 @@ class Killing:
 
     def on_step(self, step: int, run: TrainRun) -> None:
         if step == self._step:
-            run._saver.wait()  # so that it is this step's save, and not the one before
+            # So that it is this step's save, and neither the one before nor its records.
+            run._saver.wait()
+            assert run._yard._settling.wait()
             self._is_armed = True
 
     def at(self, point: str) -> None:
@@ -154,8 +158,19 @@ def main() -> None:
     end_with_parent()  # torchrun
     folder, kills = Path(sys.argv[1]), [Kill(**one) for one in json.loads(sys.argv[2])]
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    rank, restarts = dist.get_rank(), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    rank, restarts = (int(os.environ[name]) for name in ("RANK", "TORCHELASTIC_RESTART_COUNT"))
+    # The launcher's own store, whose port nobody can take before a rank does. It keeps it over
+    # restarts, with the addresses of ranks that are gone: each start has names of its own.
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    limit = timedelta(seconds=LIMIT_S)
+    store = dist.TCPStore(host, port, is_master=False, timeout=limit)
+    dist.init_process_group(
+        "gloo",
+        store=dist.PrefixStore(f"start-{restarts}", store),
+        rank=rank,
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=limit,
+    )
     kill = kills[restarts] if restarts < len(kills) else None
     outcome = job(World(folder, str(folder / "store")), rank, kill)
     if outcome.error:

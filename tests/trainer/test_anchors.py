@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import mmap
+import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,10 +15,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
-from trainer_world import RUN, World, attempt, run_ranks
+from trainer_world import RUN, World, attempt, on_store, run_ranks
 
 from weightyard.errors import BadSetting, NoSuchThing, StoreUnavailable
-from weightyard.format.block import MIB
 from weightyard.testing.faults import FaultyStore
 from weightyard.trainer.anchors import Anchors
 from weightyard.trainer.writer import YardWriter
@@ -175,8 +176,8 @@ def test_an_anchor_is_what_was_saved_though_training_goes_on(yard: Yard) -> None
         if name == "publish":
             state["w0"][:] = 0.0
 
-    other = Yard(FaultyStore(yard.store, on_call=train), yard.catalogue, block_bytes=MIB)
-    with YardWriter(other, RUN) as writer:
+    watched = FaultyStore(yard.store, on_call=train)
+    with on_store(yard, watched) as other, YardWriter(other, RUN) as writer:
         save(writer, 0, state)
         assert not state["w0"].any()
         kept = writer._anchors._at_hand.read(blocks(yard, 0)["w0"])
@@ -214,15 +215,24 @@ def test_bytes_that_went_wrong_on_this_host_are_read_from_the_store_instead(
     require_same(yard, 1, weights(1, changed={0: 3}))
 
 
-def test_without_memory_for_an_anchor_saves_go_on_standalone(
-    yard: Yard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("place", "fails"), [("memory", errno.ENOMEM), ("disk", errno.ENOSPC), ("disk", errno.EIO)]
+)
+def test_where_an_anchor_cannot_be_kept_saves_go_on_standalone(
+    yard: Yard,
+    tmp_path: Path,
+    place: str,
+    fails: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refuse(*args: object, **options: object) -> None:
-        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        raise OSError(fails, os.strerror(fails))
 
-    with YardWriter(yard, RUN) as writer:
+    with YardWriter(yard, RUN, anchors_folder=tmp_path if place == "disk" else None) as writer:
         with monkeypatch.context() as patched:
             patched.setattr(mmap, "mmap", refuse)
+            patched.setattr(tempfile, "TemporaryFile", refuse)
             save(writer, 0, weights(1))
         assert "anchor.not_kept" in caplog.text
         save(writer, 1, weights(1, changed={0: 3}))
@@ -237,8 +247,8 @@ def test_a_save_that_failed_leaves_the_anchor_as_it_was(yard: Yard) -> None:
             raise StoreUnavailable("the disk is gone")
 
     is_failing = False
-    other = Yard(FaultyStore(yard.store, on_call=fail), yard.catalogue, block_bytes=MIB)
-    with YardWriter(other, RUN) as writer:
+    faulty = FaultyStore(yard.store, on_call=fail)
+    with on_store(yard, faulty) as other, YardWriter(other, RUN) as writer:
         save(writer, 0, weights(1))
         is_failing = True
         assert attempt(lambda: save(writer, 1, weights(1, changed={0: 400}))).failures
@@ -246,6 +256,25 @@ def test_a_save_that_failed_leaves_the_anchor_as_it_was(yard: Yard) -> None:
         save(writer, 2, weights(1, changed={0: 4}))
     assert bases(yard, 2) == {"w0": "w0"}
     require_same(yard, 2, weights(1, changed={0: 4}))
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_a_writer_that_was_closed_begins_with_a_new_anchor(
+    yard: Yard, tmp_path: Path, place: str
+) -> None:
+    states = [weights(1, changed={0: step}) for step in range(3)]
+    with YardWriter(yard, RUN, anchors_folder=tmp_path if place == "disk" else None) as writer:
+        save(writer, 0, states[0])
+        writer.close()
+        assert writer._anchors.kept_bytes == 0
+        save(writer, 1, states[1])
+        save(writer, 2, states[2])
+    assert bases(yard, 1) == {"w0": None}
+    anchor, later = blocks(yard, 1)["w0"], blocks(yard, 2)["w0"]
+    (delta,) = yard.catalogue.placements([later])[later]
+    assert delta.encoding.base == anchor
+    for step, state in enumerate(states):
+        require_same(yard, step, state)
 
 
 def test_a_part_of_a_block_can_be_read(yard: Yard) -> None:

@@ -20,7 +20,7 @@ from weightyard.yard import Yard
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 LIMIT_S = 240
 
-pytestmark = pytest.mark.timeout(2 * LIMIT_S)
+pytestmark = pytest.mark.timeout(4 * LIMIT_S)
 
 
 def started(yard: Path, script: str, *arguments: str, ranks: int = 0) -> list[str]:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 from trainer_world import World, as_torchrun, run_ranks
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from weightyard.errors import NoSuchThing, Refused
 from weightyard.opening import open_yard
-from weightyard.trainer.huggingface import YardCallback
+from weightyard.trainer import huggingface
+from weightyard.trainer.huggingface import YardCallback, _State
+from weightyard.trainer.run import TrainRun
 from weightyard.trainer.values import save_values
 from weightyard.trainer.writer import YardWriter
 from weightyard.yard import Yard
@@ -200,9 +204,63 @@ def test_a_trainer_that_would_begin_anew_is_told_how_to_resume(yard: Yard, tmp_p
     first = YardCallback(yard, RUN, interval=4)
     with pytest.raises(InterruptedError):
         trainer(tmp_path, first, Dies(5)).train()
+    first.close()
     second = YardCallback(yard, RUN, interval=4)
+    before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(Refused, match=r"at step 4 and the trainer begins at 0.*checkpoint\(\)"):
         trainer(tmp_path, second).train()
+    assert second.run is None
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+class Tied(Net):
+    """Two of its layers are one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.again = nn.Linear(2, 4)
+        self.again.weight = self.net[0].weight
+
+
+def test_weights_to_resume_from_are_written_from_where_they_were_loaded(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second copy of a large model might not fit."""
+    with TrainRun(yard, RUN, {"model": Tied(), "trainer": _State()}) as run:
+        run.save()
+    load, loaded = yard.load, {}
+
+    def watched(*args: Any, **options: Any) -> Any:
+        loaded.update(load(*args, **options))
+        return loaded
+
+    written: dict[str, torch.Tensor] = {}
+
+    def write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        written.update(tensors)
+        save_file(tensors, path)
+
+    monkeypatch.setattr(yard, "load", watched)
+    monkeypatch.setattr(huggingface, "save_file", write)
+    callback = YardCallback(yard, RUN)
+    folder = callback.checkpoint()
+    own = [name for name, one in written.items() if one is not loaded[f"model.{name}"]]
+    assert len(own) == 1  # of the two that are one in memory: a file has no such thing
+    found = load_file(Path(str(folder), "model.safetensors"))
+    assert {name: one.tolist() for name, one in found.items()} == {
+        name.removeprefix("model."): one.tolist() for name, one in loaded.items()
+    }
+    callback.close()
+
+
+def test_closing_removes_the_folder_that_no_training_took(yard: Yard) -> None:
+    with TrainRun(yard, RUN, {"model": Net(), "trainer": _State()}) as run:
+        run.save()
+    callback = YardCallback(yard, RUN)
+    folder = Path(str(callback.checkpoint()))
+    assert folder.is_dir()
+    callback.close()
+    assert not folder.exists()
 
 
 def test_a_new_run_has_no_checkpoint_and_one_that_others_made_is_not_taken(yard: Yard) -> None:

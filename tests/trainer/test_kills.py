@@ -12,15 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from killed import INTERVAL, UNTIL, Kill, digest, job, recorded
+from killed import INTERVAL, LIMIT_S, UNTIL, Kill, digest, job, recorded
 from trainer_world import World, run_ranks
 from training import RUN, SAMPLES, Trained
 
 from weightyard.testing.cluster import MiniCluster
 
 RANKS = 2
-_LIMIT_S = 240.0
-"""Three starts of a job, on a busy machine. Usually it takes a tenth of that."""
 
 
 @pytest.fixture(scope="module")
@@ -87,12 +85,10 @@ def torchrun(folder: Path, kills: list[dict[str, Any]]) -> subprocess.CompletedP
         **os.environ,
         "OMP_NUM_THREADS": "1",
         "GLOO_SOCKET_IFNAME": "lo",
-        # Else torchrun keeps its store over restarts, with the addresses of ranks that are gone.
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "PYTHONPATH": os.pathsep.join((str(here.parent.parent), str(here.parent))),
     }
     return subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=_LIMIT_S, check=False
+        command, env=environment, capture_output=True, text=True, timeout=LIMIT_S, check=False
     )
 
 
@@ -111,6 +107,7 @@ def test_torchrun_restarts_a_job_and_it_goes_on(
 
 
 @pytest.mark.cluster
+@pytest.mark.timeout(420)  # a DataNode may take two minutes to be back
 def test_a_datanode_that_is_killed_during_a_save_costs_nothing(
     tmp_path: Path, whole: Mapping[int, Trained], cluster: MiniCluster
 ) -> None:

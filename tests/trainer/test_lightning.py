@@ -221,6 +221,44 @@ def test_the_best_is_found_by_lightnings_path_and_the_others_are_removed(
     assert torch.equal(module.net[0].weight, weights["model.net.0.weight"])
 
 
+def test_what_is_saved_under_a_path_again_takes_the_place_of_what_was_there(yard: Yard) -> None:
+    io = YardCheckpointIO(yard, RUN)
+    for step in (1, 2, 3):
+        io.save_checkpoint({"global_step": step}, "last.ckpt")
+        io.save_checkpoint({"global_step": step}, f"{step}.ckpt")
+    assert [one.step for one in yard.versions(RUN)] == [3, 3, 2, 1]
+    assert io.load_checkpoint("last.ckpt")["global_step"] == 3
+    io.remove_checkpoint("last.ckpt")
+    with pytest.raises(NoSuchThing):
+        io.load_checkpoint("last.ckpt")
+    assert [io.load_checkpoint(f"{step}.ckpt")["global_step"] for step in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_a_checkpoint_that_an_alias_holds_stays_but_not_under_its_path(yard: Yard) -> None:
+    io = YardCheckpointIO(yard, RUN)
+    io.save_checkpoint({"global_step": 1}, "last.ckpt")
+    yard.set_alias(RUN, "good", 1)
+    io.save_checkpoint({"global_step": 2}, "last.ckpt")
+    assert io.load_checkpoint(f"{RUN}@good")["global_step"] == 1
+    io.remove_checkpoint("last.ckpt")
+    with pytest.raises(NoSuchThing):
+        io.load_checkpoint("last.ckpt")
+    assert [one.aliases for one in yard.versions(RUN)] == [("good",)]
+
+
+@pytest.mark.parametrize("place", ["memory", "disk"])
+def test_a_trainer_can_save_after_its_training_has_ended(
+    yard: Yard, tmp_path: Path, place: str
+) -> None:
+    folder = tmp_path / "anchors" if place == "disk" else None
+    io = YardCheckpointIO(yard, RUN, anchors_folder=folder)
+    made = trainer(tmp_path, io, 1)
+    made.fit(Module(64), loader())
+    made.save_checkpoint("after.ckpt")
+    assert io.load_checkpoint("after.ckpt")["global_step"] == 6
+    io.teardown()
+
+
 def test_what_cannot_be_saved_is_refused_by_its_key(yard: Yard) -> None:
     io = YardCheckpointIO(yard, RUN)
     with pytest.raises(Refused, match=r"lightning\['callbacks'\]\['mine'\].*set cannot be saved"):

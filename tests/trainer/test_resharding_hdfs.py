@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,13 +20,18 @@ from rank_world import World, run_ranks
 from reading_world import RUN, is_same, noise, opened, rows, save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from waiting import SOON_S
 
 from weightyard.format.block import MIB
 from weightyard.names import PackId
 from weightyard.storage import layout
+from weightyard.storage.hdfs.datanode import DataNodeReader
 from weightyard.testing.cluster import MiniCluster, damage
 from weightyard.trainer.reader import YardReader
 from weightyard.trainer.state import State
+from weightyard.transfer.durable import require_replicas
+from weightyard.transfer.hedging import HedgeBudget
+from weightyard.yard import Yard
 
 pytestmark = pytest.mark.cluster
 
@@ -56,13 +64,28 @@ def asked_where(cluster: MiniCluster) -> int:
         return int(json.load(answer)["beans"][0]["GetBlockLocations"])
 
 
+@contextmanager
+def patient() -> Iterator[None]:
+    """A DataNode that is silent or slow for a while is read all the same, and no other one.
+
+    So may any be on a busy machine: then a farther one is read, and wrong bytes of the near one
+    are not even seen.
+    """
+    with pytest.MonkeyPatch.context() as patched:
+        reader = partial(DataNodeReader, stall_s=SOON_S)
+        patched.setattr("weightyard.storage.hdfs.store.DataNodeReader", reader)
+        patched.setattr(HedgeBudget, "take", lambda budget: False)
+        yield
+
+
 def load(world: World, rank: int) -> Came:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     state = {
         name: distribute_tensor(torch.zeros_like(cut.tensor), mesh, [Shard(0)])
         for name, cut in TENSORS.items()
     }
-    with world.yard(rank, location=("/rack-a", "/rack-b")[rank % 2]) as yard:
+    location = ("/rack-a", "/rack-b")[rank % 2]
+    with patient(), world.yard(rank, location=location, deadline_s=2 * SOON_S) as yard:
         reader = YardReader(yard, RUN)
         dcp.load({**state, "epoch": 0}, storage_reader=reader)
     report = reader.report
@@ -84,13 +107,21 @@ def world_on(cluster: MiniCluster, folder: Path) -> World:
     world = World(folder, cluster.fresh_dir(), {"hadoop_conf_dir": cluster.conf_dir})
     with opened(world) as yard:
         save(yard, 1, TENSORS, State({"epoch": 3}), compress=False, pack_bytes=2 * MIB)
+        for pack in packs_in(yard):
+            path = layout.pack(pack)
+            # A rack whose only replica is not counted yet has nothing near.
+            require_replicas(yard.store, path, yard.store.stat(path).replication, SOON_S)
     return world
 
 
 def packs_of(world: World) -> set[PackId]:
     with opened(world) as yard:
-        blocks = [block.id for block in yard.manifest(RUN).blocks]
-        return {places[0].pack for places in yard.catalogue.placements(blocks).values()}
+        return packs_in(yard)
+
+
+def packs_in(yard: Yard) -> set[PackId]:
+    blocks = [block.id for block in yard.manifest(RUN).blocks]
+    return {places[0].pack for places in yard.catalogue.placements(blocks).values()}
 
 
 def test_ranks_read_one_copy_from_datanodes_near_them(cluster: MiniCluster, tmp_path: Path) -> None:
@@ -123,7 +154,7 @@ def test_a_replica_with_wrong_bytes_is_passed_over_and_named(
     world = world_on(cluster, tmp_path)
     for pack in packs_of(world):
         path = f"{urlsplit(world.url).path}/{layout.pack(pack)}"
-        cluster.wait_for_replication(path, 3)  # else a damaged one could be copied
+        cluster.wait_for_replication(path, 3, SOON_S)  # else a damaged one could be copied
         for replica in cluster.replica_files(path)[:2]:
             damage(replica, 500_000, 100, hide=True)
     came = run_ranks(world, load, size=2)

@@ -16,19 +16,21 @@ import pytest
 import torch
 from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
+from trainer_world import on_store
 from training import RUN, Numbered, as_bytes, setting, steps_of, train
+from waiting import SOON_S
 
 from weightyard.errors import (
     BadSetting,
     Damaged,
     DoesNotFit,
     NoSuchThing,
+    NotAllowed,
     Refused,
     RunTakenOver,
     StoreUnavailable,
     TooLarge,
 )
-from weightyard.format.block import MIB
 from weightyard.names import Ref
 from weightyard.opening import open_yard
 from weightyard.records import KeepBest
@@ -85,8 +87,8 @@ def test_a_store_that_fails_now_and_then_changes_nothing_of_the_training(
     """Waits before another try are of random length, and must not draw on the job's numbers."""
     faulty = FaultyStore(yard.store, dict.fromkeys(range(0, 10_000, 11), Fault.BEFORE))
     patient = RetryingStore(faulty, Retry(30.0, 0.001, 0.01))
-    failing = Yard(patient, yard.catalogue, block_bytes=yard.block_bytes)
-    trained = train(failing, 8, interval=2)
+    with on_store(yard, patient) as failing:
+        trained = train(failing, 8, interval=2)
     settings = Settings(home=tmp_path / "home", cache=tmp_path / "cache")
     with open_yard(str(tmp_path / "whole"), settings=settings) as other:
         assert trained == train(other, 8, interval=2)
@@ -102,7 +104,8 @@ def test_a_save_in_the_background_lets_the_training_go_first(
     watched = FaultyStore(
         yard.store, on_call=lambda index, name: niceness.add(os.getpriority(os.PRIO_PROCESS, 0))
     )
-    train(Yard(watched, yard.catalogue, block_bytes=MIB), 2, interval=2, async_mode=async_mode)
+    with on_store(yard, watched) as seen:
+        train(seen, 2, interval=2, async_mode=async_mode)
     own = os.getpriority(os.PRIO_PROCESS, 0)
     assert (max(niceness) > own) == is_behind
 
@@ -267,6 +270,22 @@ def test_a_step_and_parts_can_be_chosen_for_a_resume(yard: Yard) -> None:
         run.resume()
 
 
+def test_what_a_resume_left_as_it_was_is_what_is_saved_and_published(yard: Yard) -> None:
+    train(yard, 2, interval=2)
+    made = setting()
+    with torch.no_grad():
+        made.net.out.weight.fill_(7.0)
+    with TrainRun(yard, RUN, made.state, exclude_from_loading=["model"]) as run:
+        assert run.resume() == 2
+        run.publish("team/out")
+    assert as_bytes(yard.load("team/out")) == as_bytes(made.net.state_dict())
+    assert steps_in(yard) == [2, 2]
+    with TrainRun(yard, RUN, setting().state) as run:
+        run.resume()
+        run.save()
+    assert steps_in(yard) == [2, 2]  # what was loaded whole has its checkpoint
+
+
 def test_after_a_step_back_the_newest_checkpoint_counts_not_the_highest_step(yard: Yard) -> None:
     train(yard, 6, interval=2)
     assert train(yard, 3, interval=3, load_step=2).resumed == 2
@@ -309,6 +328,57 @@ def test_checkpoints_are_let_go_by_number_by_step_and_by_metric(yard: Yard) -> N
     assert yard.resolve(RUN).metrics == {"loss": 8.0}
 
 
+def test_a_checkpoint_is_made_though_others_cannot_be_let_go(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(name: object) -> None:
+        raise NotAllowed("this token may not remove")
+
+    with TrainRun(yard, RUN, {"extra": Counter()}, interval=1, keep_latest_k=1) as run:
+        with monkeypatch.context() as patched:
+            patched.setattr(yard.catalogue, "apply_retention", refuse)
+            run.step()
+            run.step()
+        assert steps_in(yard) == [2, 1]
+        assert "this token may not remove" in caplog.text
+        run.step()
+    assert steps_in(yard) == [3]
+
+
+def test_metrics_that_are_no_finite_numbers_are_left_out(
+    yard: Yard, caplog: pytest.LogCaptureFixture
+) -> None:
+    odd = {"none": None, "text": "low", "many": torch.ones(3), "inf": float("inf"), "big": 10**400}
+    with TrainRun(yard, RUN, {"extra": Counter()}, interval=1) as run:
+        run.step({**odd, "loss": torch.tensor(0.5), "count": 3})
+        assert run.steps == 1
+    assert yard.resolve(RUN).metrics == {"loss": 0.5, "count": 3.0}
+    assert ",".join(odd) in caplog.text
+
+
+class Asked(torch.Tensor):
+    """Counts how often its value is asked for, for which a device would have to be waited for."""
+
+    times = 0
+
+    def __float__(self) -> float:
+        type(self).times += 1
+        return float(self.as_subclass(torch.Tensor))
+
+
+def test_a_metric_is_read_when_a_checkpoint_is_made_as_it_was_in_its_step(yard: Yard) -> None:
+    mean = torch.tensor(0.0).as_subclass(Asked)
+    with TrainRun(yard, RUN, {"extra": Counter()}, interval=None) as run:
+        for _ in range(3):
+            mean += 1.0
+            run.step({"mean": mean})
+        assert Asked.times == 0
+        mean.zero_()
+        run.save()
+    assert Asked.times == 1
+    assert yard.resolve(RUN).metrics == {"mean": 3.0}
+
+
 def test_after_a_signal_the_step_is_saved_and_the_process_leaves(yard: Yard) -> None:
     def ask(step: int, run: TrainRun) -> None:
         if step == 3:
@@ -339,7 +409,7 @@ def test_a_save_that_fails_in_the_background_ends_the_next_step(yard: Yard) -> N
         if step == 1:
             run._writer.write_data = fail  # type: ignore[method-assign]
         elif step == 3:  # no save is due at this one, and that of the one before has ended
-            run._saver._under_way.exception(20)  # type: ignore[union-attr]
+            run._saver._under_way.exception(SOON_S)  # type: ignore[union-attr]
 
     with pytest.raises(StoreUnavailable, match="no room today"):
         train(yard, 9, interval=2, on_step=watch, async_mode="async")
@@ -380,7 +450,7 @@ def test_of_jobs_that_take_a_run_over_at_once_one_succeeds(yard: Yard) -> None:
             try:
                 return self._catalogue.run(name)
             finally:
-                met.wait(20)
+                met.wait(SOON_S)
 
     train(yard, 1, interval=1)
     plain, yard.catalogue = yard.catalogue, Slow()  # type: ignore[assignment]

@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from trainer_world import Outcome, World, attempt, run_ranks
 from training import RUN, SAMPLES, Trained, as_bytes, setting, steps_of, train
+from waiting import SOON_S
 
 from weightyard.errors import StoreUnavailable
 from weightyard.trainer.hooks import HookState
@@ -248,7 +249,7 @@ def save_failed_on_one(world: World, rank: int) -> tuple[dict[int, Outcome], lis
                     patched.setattr(run._saver, "_write", fail)
                     run.save()
                     assert run._saver._under_way is not None
-                    run._saver._under_way.exception(20)  # before the next step
+                    run._saver._under_way.exception(SOON_S)  # before the next step
             elif step == 4:
                 run.save(wait=True)
         return came, [one.step for one in yard.versions(RUN)]

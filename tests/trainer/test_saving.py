@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from training import RUN
+from waiting import SOON_S, eventually
 
 from weightyard.errors import BadSetting, StoreUnavailable
 from weightyard.opening import open_yard
@@ -86,7 +87,7 @@ class Gate(YardWriter):
             planner.resolve_data(item).data_ptr() for item in plan.items if item.tensor_data
         ]
         self.entered.set()
-        assert self.opened.wait(20)
+        assert self.opened.wait(SOON_S)
         self.under_way -= 1
         if self.error is not None:
             raise self.error
@@ -117,7 +118,7 @@ def test_what_is_saved_in_the_background_is_what_was_there_when_it_began(
     gate.opened.clear()
     with saver:
         saver.save(Save(1, {"weight": weight}, {"loss": 0.5}))
-        assert gate.entered.wait(20)
+        assert gate.entered.wait(SOON_S)
         weight.add_(1)
         gate.opened.set()
     assert committed == [1]
@@ -151,20 +152,13 @@ def test_what_fails_in_the_background_is_raised_once_by_the_next_look(
         saver.check(saver.failed)  # it goes on: nothing to raise yet
         gate.opened.set()
         with pytest.raises(StoreUnavailable, match="gone"):
-            _look_until_it_ended(saver)
+            eventually(lambda: saver.check(saver.failed))
         assert saver.step is None
         saver.check(saver.failed)
         gate.error = None
         saver.save(Save(2, {"weight": torch.ones(3)}, {}))
     assert committed == [1]
     assert [one.step for one in yard.versions(RUN)] == [2]
-
-
-def _look_until_it_ended(saver: Saver) -> None:
-    pause = threading.Event()
-    for _ in range(400):
-        saver.check(saver.failed)
-        pause.wait(0.05)
 
 
 def test_closing_ends_the_save_under_way_and_raises_what_it_failed_of(

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import io
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from rank_world import World
+import torch.distributed.checkpoint as dcp
+from rank_world import World, run_ranks
 from reading_world import (
     RUN,
     columns,
@@ -139,6 +141,22 @@ def test_objects_of_two_loads_are_not_the_same_one(yard: Yard) -> None:
     first["sched"]["rates"].append("spoilt")
     dcp_load(second, reader)
     assert second["sched"]["rates"] == [0.1, 0.05]
+
+
+def read_now_and_later(world: World, rank: int) -> list[bool]:
+    came, now = [], time.monotonic
+    with world.yard(rank) as yard, pytest.MonkeyPatch.context() as patched:
+        reader = YardReader(yard, RUN, timeout=300.0)
+        for passed_s in (0.0, 1000.0):
+            patched.setattr(time, "monotonic", lambda passed_s=passed_s: now() + passed_s)
+            state = {"model": {"bias": torch.zeros(300)}}
+            dcp.load(state, storage_reader=reader)
+            came.append(is_same(state["model"]["bias"], TENSORS["model.bias"].tensor))
+    return came
+
+
+def test_ranks_have_the_time_they_were_given_for_each_load(world: World) -> None:
+    assert run_ranks(world, read_now_and_later, size=2) == {0: [True, True], 1: [True, True]}
 
 
 @pytest.mark.parametrize(

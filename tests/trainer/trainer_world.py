@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +12,9 @@ import torch
 from rank_world import RANKS, World, run_ranks
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
+
+from weightyard.storage.store import Store
+from weightyard.yard import Yard
 
 __all__ = [
     "RANKS",
@@ -20,6 +24,7 @@ __all__ = [
     "World",
     "as_torchrun",
     "attempt",
+    "on_store",
     "run_ranks",
     "train",
 ]
@@ -58,6 +63,20 @@ def as_torchrun(rank: int, size: int) -> None:
         "LOCAL_WORLD_SIZE": str(size),
         "TORCHELASTIC_RUN_ID": "test",
     }
+
+
+@contextmanager
+def on_store(yard: Yard, store: Store) -> Iterator[Yard]:
+    """The same yard on another view of its store.
+
+    It is not closed, for catalogue and store are the other's; but what it writes behind its caller
+    is written when this ends, so that nothing goes on in a yard that is closed and removed.
+    """
+    other = Yard(store, yard.catalogue, block_bytes=yard.block_bytes)
+    try:
+        yield other
+    finally:
+        assert other._settling.wait()
 
 
 class Net(nn.Module):

@@ -8,6 +8,7 @@ writer reads an anchor's pieces to, before it hashes and encodes them: nothing i
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import tempfile
@@ -20,7 +21,7 @@ from pathlib import Path
 import numpy as np
 
 from weightyard.closing import Closing
-from weightyard.errors import BadSetting, Refused
+from weightyard.errors import BadSetting, YardError
 from weightyard.format.assembly import Share, share_of
 from weightyard.format.block import MIB, block_id
 from weightyard.format.manifest import MANIFEST_FORMAT, Manifest
@@ -142,7 +143,7 @@ class Anchors(Closing):
                 room_bytes += raw_bytes
         try:
             return self._at_hand.room({one: split.pieces[one].raw_bytes for one in self._chosen})
-        except (Refused, OSError) as why:  # the save itself is whole without it
+        except (YardError, OSError) as why:  # the save itself is whole without it
             _log.warning("anchor.not_kept", reason=why)
             self._chosen = []
             return {}
@@ -159,7 +160,7 @@ class Anchors(Closing):
                 if raw is None:
                     raw = piece_bytes(content.split.pieces[number], content.sources)
                 self._at_hand.keep(blocks[number], raw)
-        except (Refused, OSError) as why:
+        except (YardError, OSError) as why:
             _log.warning("anchor.not_kept", reason=why)
 
 
@@ -171,7 +172,7 @@ def _as_manifest(share: Share, block_bytes: int) -> Manifest:
 class _AtHand(Closing):
     """Raw bytes of blocks, kept by this process. Reading is thread-safe.
 
-    Call order: room → keep → read.
+    Call order: room → keep → read → close, and from room on again.
     """
 
     kept_bytes = 0
@@ -182,7 +183,7 @@ class _AtHand(Closing):
     @abstractmethod
     def room(self, lengths: Mapping[int, int]) -> Mapping[int, memoryview]:
         """Forget all blocks. Memory where to put those that will be kept, by their numbers; none
-        if they are kept elsewhere. Raises OSError, Refused."""
+        if they are kept elsewhere. Raises OSError, YardError."""
 
     @abstractmethod
     def keep(self, block: BlockId, raw: memoryview) -> None:
@@ -237,18 +238,14 @@ class _OnDisk(_AtHand):
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._places: dict[BlockId, tuple[int, int]] = {}
-        with translated(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115  see close
+        self._file = self._made()
 
     def __contains__(self, block: BlockId) -> bool:
         return block in self._places
 
     def room(self, lengths: Mapping[int, int]) -> Mapping[int, memoryview]:
-        self._places = {}
-        self.kept_bytes = 0
-        with translated(self._folder):
-            os.ftruncate(self._file.fileno(), 0)
+        self.close()
+        self._file = self._made()
         return {}
 
     def keep(self, block: BlockId, raw: memoryview) -> None:
@@ -278,3 +275,8 @@ class _OnDisk(_AtHand):
         self._places = {}
         self.kept_bytes = 0
         self._file.close()
+
+    def _made(self) -> io.FileIO:
+        with translated(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            return tempfile.TemporaryFile(dir=self._folder, buffering=0)

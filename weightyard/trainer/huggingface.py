@@ -11,9 +11,11 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -58,8 +60,8 @@ class YardCallback(TrainerCallback):
         """For `resume_from_checkpoint`: what the run resumes from; None if it has no checkpoint.
 
         That is the newest one that is whole, or that of the option `load_step`. A folder of this
-        process with what the trainer asks for, its state and the weights; it is gone when the
-        training begins, and all the rest comes from the yard. All ranks call it.
+        process with what the trainer asks for, its state and the weights; all the rest comes from
+        the yard. It is gone when the training begins, or the callback is closed. All ranks call it.
         Raises NoSuchThing if something else made the checkpoint.
         """
         step = self._options.get("load_step")
@@ -76,16 +78,14 @@ class YardCallback(TrainerCallback):
         Path(self._folder, "trainer_state.json").write_text(saved["json"])
         group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         weights = self._yard.load(ref, tensors=f"{_MODEL}.*", group=group)
-        # The file format has no tensors that share memory.
-        own = {name.removeprefix(f"{_MODEL}."): one.clone() for name, one in weights.items()}
-        save_file(own, Path(self._folder, "model.safetensors"))
+        own = {name.removeprefix(f"{_MODEL}."): one for name, one in weights.items()}
+        save_file(_apart(own), Path(self._folder, "model.safetensors"))
         return self._folder
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Raises Refused unless the trainer was told to resume what there is to resume."""
-        self._forget_folder()
         self.close()
         optimizer = kwargs["optimizer"]
         self._state.trainer = state
@@ -100,12 +100,16 @@ class YardCallback(TrainerCallback):
             },
             **self._options,
         )
-        step = self.run.resume() or 0
-        if step != state.global_step:
-            raise Refused(
-                f"{self._name} is at step {step} and the trainer begins at {state.global_step}: "
-                "trainer.train(resume_from_checkpoint=callback.checkpoint()), or another run"
-            )
+        with ExitStack() as opened:
+            opened.callback(self.close)
+            step = self.run.resume() or 0
+            if step != state.global_step:
+                raise Refused(
+                    f"{self._name} is at step {step} and the trainer begins at "
+                    f"{state.global_step}: trainer.train(resume_from_checkpoint="
+                    "callback.checkpoint()), or another run"
+                )
+            opened.pop_all()
         # Going to a place inside an epoch draws random numbers that were drawn before it was saved.
         is_inside = step > 0 and not float(state.epoch or 0).is_integer()
         self._random = Rng().state_dict() if is_inside else None
@@ -147,7 +151,11 @@ class YardCallback(TrainerCallback):
             self.run.save(wait=True)
 
     def close(self) -> None:
-        """End what is under way, and the run. Raises what saving failed of."""
+        """End what is under way, and the run; remove the folder of `checkpoint`.
+
+        Raises what saving failed of.
+        """
+        self._forget_folder()
         if self.run is not None:
             run, self.run = self.run, None
             run.close()
@@ -162,6 +170,16 @@ class YardCallback(TrainerCallback):
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
+
+
+def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors that share no memory, as the file format wants it: of those that did, copies."""
+    apart: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
+    for name, one in tensors.items():
+        apart[name] = one.clone() if one.data_ptr() in seen else one
+        seen.add(one.data_ptr())
+    return apart
 
 
 class _State:

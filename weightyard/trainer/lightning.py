@@ -10,7 +10,8 @@ from __future__ import annotations
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from weightyard.errors import NoSuchThing, Unsupported
+from weightyard.errors import NoSuchThing, Protected, Unsupported
+from weightyard.logs import Log
 from weightyard.names import ModelName, Ref
 from weightyard.records import Version
 from weightyard.trainer.run import checkpoint_to_resume
@@ -24,6 +25,8 @@ except ImportError:
 
 if TYPE_CHECKING:
     from weightyard.yard import Yard
+
+_log = Log(__name__)
 
 _WEIGHTS, _OTHERS = "model", "lightning"
 _PATH_TAG = "lightning.path"
@@ -57,7 +60,8 @@ class YardCheckpointIO(CheckpointIO):  # type: ignore[misc]
     ) -> None:
         """Publish a checkpoint of the trainer's step. Raises Refused, naming what cannot be saved.
 
-        A step may have several: they share what is the same, and `@step-N` means the newest.
+        It takes the place of what was saved under the same path. A step may have several: they
+        share what is the same, and `@step-N` means the newest.
         """
         if storage_options is not None:
             raise Unsupported("storage_options: give them to YardCheckpointIO")
@@ -65,10 +69,13 @@ class YardCheckpointIO(CheckpointIO):  # type: ignore[misc]
         weights = checkpoint.get(_LIGHTNINGS_WEIGHTS, {})
         step = checkpoint.get("global_step", 0)
         save_values(self._writer, step, {_WEIGHTS: weights, _OTHERS: others})
-        assert self._writer.version is not None  # this process alone has made it
-        ref = Ref.parse(self._writer.version.ref)
-        self._yard.catalogue.annotate(ref, {"tags": {_PATH_TAG: str(path)}})
+        made = self._writer.version
+        assert made is not None  # this process alone has made it
+        self._yard.catalogue.annotate(Ref.parse(made.ref), {"tags": {_PATH_TAG: str(path)}})
         self._yard.settle()
+        for older in self._saved_under(str(path)):
+            if older.number < made.number:
+                self._let_go(older, "Lightning saved another under its path")
 
     def load_checkpoint(
         self,
@@ -80,28 +87,44 @@ class YardCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
         Nothing in it can run code, whatever `weights_only` says. Raises NoSuchThing, Damaged.
         """
-        version = self._find(path)
-        if version is None:
+        found = self._meant_by(path)
+        if not found:
             raise NoSuchThing(
                 f"{self._run} has no checkpoint {path}; give its ref, such as {self._run}@step-1200"
             )
-        loaded = load_values(self._yard, version.ref, _WEIGHTS, _OTHERS)
+        loaded = load_values(self._yard, found[0].ref, _WEIGHTS, _OTHERS)
         return {**loaded[_OTHERS], _LIGHTNINGS_WEIGHTS: loaded[_WEIGHTS]}
 
     def remove_checkpoint(self, path: str | PathLike[str]) -> None:
-        """Take a checkpoint out of sight; one that is not there is no error."""
-        if (version := self._find(path)) is not None:
-            self._yard.delete(version.ref, reason="Lightning keeps it no longer")
+        """Take a checkpoint out of sight; one that is not there is no error.
+
+        One that an alias holds stays, but is no longer found by its path.
+        """
+        for version in self._meant_by(path):
+            self._let_go(version, "Lightning keeps it no longer")
 
     def teardown(self) -> None:
         self._writer.close()
 
-    def _find(self, path: str | PathLike[str]) -> Version | None:
+    def _meant_by(self, path: str | PathLike[str]) -> list[Version]:
+        """The checkpoint of a ref, or those saved under a path, the newest first."""
         text = str(path)
         if text.partition("@")[0] == str(self._run):
-            return self._yard.resolve(text)
+            return [self._yard.resolve(text)]
+        return self._saved_under(text)
+
+    def _saved_under(self, path: str) -> list[Version]:
         try:
             versions = self._yard.versions(str(self._run))
         except NoSuchThing:
-            return None
-        return next((one for one in versions if one.tags.get(_PATH_TAG) == text), None)
+            return []
+        return [one for one in versions if one.tags.get(_PATH_TAG) == path]
+
+    def _let_go(self, version: Version, reason: str) -> None:
+        try:
+            self._yard.delete(version.ref, reason=reason)
+        except Protected as why:
+            tags = {name: tag for name, tag in version.tags.items() if name != _PATH_TAG}
+            self._yard.catalogue.annotate(Ref.parse(version.ref), {"tags": tags})
+            self._yard.settle()
+            _log.info("lightning.kept", checkpoint=version.ref, reason=why)

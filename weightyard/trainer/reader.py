@@ -68,7 +68,6 @@ class _Said(msgspec.Struct):
 class _Opened:
     """A checkpoint whose manifest was read."""
 
-    ranks: Ranks
     version: Version
     manifest: Manifest
     entries: Mapping[str, TensorEntry]
@@ -162,19 +161,20 @@ class YardReader(StorageReader):
         assert opened is not None, "read_metadata comes first"
         origin = self._yard.stored(opened.version, opened.manifest)
         asked = self._asked_until()
+        ranks = self._ranks(asked.deadline)
         into = Destinations(opened.entries, plan.items, planner, cast=self._cast)
         with origin.tally.watched(str(self._ref)), ExitStack() as holding:
 
             def prepare() -> Any:
                 require_objects(plan.items, planner)
                 planned = into.planned(origin, asked)
-                if opened.ranks.rank == 0:  # before any rank begins to read
+                if ranks.rank == 0:  # before any rank begins to read
                     holding.enter_context(origin.held())
                 return planned
 
-            joint = read_jointly(opened.ranks, prepare, into.take)
+            joint = read_jointly(ranks, prepare, into.take)
             give_objects(plan.items, planner, _parsed(opened.state).objects)
-            self.report = _report(origin, opened.ranks, into.device, joint)
+            self.report = _report(origin, ranks, into.device, joint)
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -189,7 +189,7 @@ class YardReader(StorageReader):
         return True
 
     def _open(self) -> _Opened:
-        ranks = self._ranks()
+        ranks = self._ranks(Deadline.after(self._timeout_s))
         mine: list[tuple[Version, Manifest]] = []
 
         def first() -> bytes:
@@ -208,7 +208,7 @@ class YardReader(StorageReader):
         version, manifest = mine[0]
         entries = entries_of(manifest)
         metadata = metadata_of(entries, _parsed(said.state))
-        return _Opened(ranks, version, manifest, entries, said.state, metadata)
+        return _Opened(version, manifest, entries, said.state, metadata)
 
     def _state(self, version: Version, manifest: Manifest) -> bytes | None:
         entry = state_entry(manifest)
@@ -216,10 +216,10 @@ class YardReader(StorageReader):
             return None
         return self._yard.stored(version, manifest).head(entry, entry.bytes, self._asked_until())
 
-    def _ranks(self) -> Ranks:
+    def _ranks(self, deadline: Deadline) -> Ranks:
         if self._is_alone or not (dist.is_available() and dist.is_initialized()):
             return Alone()
-        return Peers(self._group or dist.group.WORLD, Deadline.after(self._timeout_s))
+        return Peers(self._group or dist.group.WORLD, deadline)
 
     def _asked_until(self) -> Asked:
         asked = self._asked

@@ -13,7 +13,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
 from weightyard.closing import Closing
-from weightyard.errors import BadSetting, Damaged, NoSuchThing, Retryable
+from weightyard.errors import BadSetting, Damaged, NoSuchThing, YardError
 from weightyard.logs import Log
 from weightyard.names import AliasName, ModelName, Ref, Step
 from weightyard.records import KeepBest, Publication, Retention, Version
@@ -122,7 +122,7 @@ class TrainRun(Closing):
         """How many are done, those before a resume included."""
         self.generation: int | None = None
         """The run's, since this job took it over."""
-        self._metrics: dict[str, float] = {}
+        self._metrics: dict[str, Any] = {}  # of the last step, as they were given
         self.job = Job()
         self._rng = RankPart(RNG, rng.Rng(), self.job.rank, self.job.ranks)
         self._parts: list[Part] = []
@@ -153,12 +153,13 @@ class TrainRun(Closing):
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Say that a step is done; call it after the optimizer's. Saves if that is due.
 
-        `metrics` are kept with the checkpoint, those of rank 0. Raises what a save in the
+        `metrics` are kept with the checkpoint, those of rank 0 that are finite numbers; tensors
+        are read when one is made, so that a step waits for no device. Raises what a save in the
         background failed of, on all ranks at the same step: RankFailed where it did not fail
         itself; RunTakenOver. After a signal: saves, then SystemExit.
         """
         self.steps += 1
-        self._metrics = _finite(metrics or {})
+        self._metrics = _as_now(metrics or {}) if self.job.is_first else {}
         by_time = self.job.is_first and self._schedule.is_due_by_time()
         must_leave, is_due, failed = self.job.any_wish(
             self._leaving.is_asked, by_time, self._saver.failed
@@ -180,7 +181,7 @@ class TrainRun(Closing):
         if self._saver.step != self.steps:
             if self.generation is None:
                 self._begin()
-            self._saver.save(Save(self.steps, self._items(), self._metrics))
+            self._saver.save(Save(self.steps, self._items(), _finite(self._metrics)))
             self._schedule.saved()
         if wait:
             self._saver.wait()
@@ -341,7 +342,10 @@ class TrainRun(Closing):
                 seed=self._seed,
                 step=step,
             )
-        self.steps = self._saver.step = step
+        self.steps = step
+        # What was left as it is, the checkpoint does not hold. Numbers derived from it count as
+        # its own: whoever resumes it derives the same.
+        self._saver.step = None if self._excluded else step
         self._schedule.saved()
 
     def _saved_version(self) -> Version:
@@ -351,13 +355,13 @@ class TrainRun(Closing):
         return self._yard.catalogue.resolve(Ref(self.name, Step(self.steps)))
 
     def _let_go(self) -> None:
-        """Remove the checkpoints that are kept no longer."""
+        """Remove the checkpoints that are kept no longer. That it fails does not fail the save."""
         if self._retention is None:
             return
         try:
             gone = self._yard.catalogue.apply_retention(self.name)
-        except Retryable as why:
-            _log.warning("run.retention_waits", run=self.name, reason=why)  # the next save does it
+        except YardError as why:
+            _log.warning("run.retention_waits", run=self.name, reason=why)  # the next save tries it
             return
         if gone:
             _log.info("run.let_go", checkpoints=",".join(gone))
@@ -404,10 +408,25 @@ def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
     return found
 
 
+def _as_now(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics that stay what they are, whatever the loop does with its tensors."""
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in metrics.items()
+    }
+
+
 def _finite(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Metrics as numbers; those that are none, or not finite, are left out."""
-    numbers = {name: float(value) for name, value in metrics.items()}
+    numbers = {name: _number(value) for name, value in metrics.items()}
     odd = [name for name, value in numbers.items() if not math.isfinite(value)]
     if odd:
         _log.warning("run.metrics_not_finite", metrics=",".join(odd))
     return {name: value for name, value in numbers.items() if math.isfinite(value)}
+
+
+def _number(value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError):  # the last: a tensor of several
+        return math.nan

@@ -107,7 +107,7 @@ class GlobalOffsetSampler(Sampler[int]):
         self._end_of_pass = None
         self._may_warn = False
         iterator = iter(loader)  # a StatefulDataLoader puts the sampler where it was saved
-        begin = self._begin()
+        begin = self._place  # workers may have fetched the pass to its end by now: that is not it
         turns = self._turns_left(begin)
         given = 0
         try:
