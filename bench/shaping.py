@@ -54,7 +54,7 @@ def narrow_link(bytes_per_s: float, datanodes: Sequence[str]) -> Iterator[Mappin
             yield msgspec.json.decode(process.stdout.readline(), type=dict[str, str])
         finally:
             process.stdin.close()
-            process.wait(10)
+            process.wait(60)
 
 
 def serve(bytes_per_s: float, datanodes: Sequence[str]) -> None:

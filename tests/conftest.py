@@ -95,6 +95,14 @@ def pytest_sessionstart() -> None:
             os.environ[name] = ",".join(filter(None, (os.environ.get(name), *_LOOPBACK)))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Side by side (`-n`), the tests of a file stay together, and those that share a cluster."""
+    for item in items:
+        group = "cluster" if item.get_closest_marker("cluster") else item.path.name
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
 class RunningHdfs:
     """A cluster someone else started: what MiniCluster has, without the handles on daemons."""
 

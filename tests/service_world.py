@@ -21,6 +21,7 @@ import pushing
 import pytest
 import uvicorn
 from fastapi import FastAPI
+from waiting import eventually
 
 from weightyard.format.block import MIB
 from weightyard.names import ModelName, TokenName
@@ -159,6 +160,12 @@ def push_file(world: World, model: str, path: str, data: bytes, token: str = "bo
     done = world.call("POST", f"{upload}/commit", token=token)
     assert done.status_code == 201, done.text
     return int(done.json()["number"])
+
+
+def counted_all(world: World) -> None:
+    """Wait until the service has nothing under way: bytes count when they have gone out, and their
+    reader may have them a moment before."""
+    eventually(lambda: world.service.metrics.running._value.get() == 0)
 
 
 @contextmanager

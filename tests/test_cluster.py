@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -23,7 +24,7 @@ from weightyard.errors import BadSetting, ClusterFailed
 from weightyard.testing.cluster import MiniCluster, damage
 from weightyard.testing.cluster.configuration import ClusterPlan
 from weightyard.testing.cluster.jars import hadoop_home
-from weightyard.testing.cluster.observed import webhdfs
+from weightyard.testing.cluster.observed import live_datanodes, webhdfs
 from weightyard.testing.cluster.processes import Leash, ProcessIdentity
 
 CONTENT = bytes(range(256)) * 4096
@@ -135,6 +136,12 @@ def test_a_missing_resolver_is_named_with_the_extra_that_brings_it(
     assert not any(path.is_dir() for path in tmp_path.iterdir())
 
 
+def test_a_namenode_that_does_not_answer_says_of_no_datanode_that_it_is_dead() -> None:
+    with socket.socket() as taken:  # so that nobody comes to listen there
+        taken.bind(("127.0.0.1", 0))
+        assert live_datanodes(f"127.0.0.1:{taken.getsockname()[1]}") is None
+
+
 @pytest.mark.cluster
 class TestSharedCluster:
     def test_replicas_lie_on_three_datanodes_in_two_racks(self, cluster: MiniCluster) -> None:
@@ -188,6 +195,19 @@ class TestSharedCluster:
         assert datanode.is_running
         datanode.resume()
         cluster.wait_until_live(datanode)
+
+    def test_a_namenode_that_is_silent_for_a_while_is_still_the_one_that_serves(
+        self, cluster: MiniCluster
+    ) -> None:
+        (namenode,) = cluster.namenodes
+        resume = threading.Timer(2.5, namenode.resume)  # longer than one question waits
+        namenode.pause()
+        resume.start()
+        try:
+            assert cluster.active is namenode
+        finally:
+            namenode.resume()
+            resume.join()
 
     def test_temporary_files_of_the_daemons_lie_in_the_folder_that_is_removed(
         self, cluster: MiniCluster
@@ -268,6 +288,7 @@ def test_a_daemon_that_does_not_start_is_named_with_its_log() -> None:
 
 
 @pytest.mark.cluster
+@pytest.mark.timeout(10 * LIMIT_S)
 class TestCommandLine:
     """`weightyard cluster` as a user runs it."""
 
@@ -341,6 +362,6 @@ def weightyard(*arguments: str) -> subprocess.CompletedProcess[str]:
         [str(Path(sys.executable).with_name("weightyard")), "cluster", *arguments],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=5 * LIMIT_S,
         check=False,
     )

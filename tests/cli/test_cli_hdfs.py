@@ -22,6 +22,7 @@ from weightyard.testing.cluster import MiniCluster, damage
 pytestmark = pytest.mark.cluster
 
 BERT = "team/bert"
+LIMIT_S = 120.0
 
 
 @pytest.fixture
@@ -54,8 +55,17 @@ def _put(cluster: MiniCluster, url: str, content: bytes) -> None:
         file.write(content)
 
 
+def _wait_for_copies(cluster: MiniCluster) -> None:
+    """A push waits for two DataNodes; that a third has its copy, the NameNode may learn later."""
+    root = urlsplit(os.environ["WEIGHTYARD_STORE"]).path
+    for folder in ("packs", "manifests"):
+        for file in _client(cluster).list_status(f"{root}/{folder}", recursive=True):
+            if not file.isdir:
+                cluster.wait_for_replication(file.path, 3, LIMIT_S)
+
+
 def test_the_story_of_the_readme_works_on_hdfs(
-    hdfs: Cli, base: Path, tuned: Path, tmp_path: Path
+    hdfs: Cli, cluster: MiniCluster, base: Path, tuned: Path, tmp_path: Path
 ) -> None:
     hdfs.ok("push", base, BERT, "--alias", "prod", "-m", "first try")
     pushed = hdfs.json("push", tuned, BERT, "--parent", f"{BERT}@prod")
@@ -68,6 +78,7 @@ def test_the_story_of_the_readme_works_on_hdfs(
     hdfs.ok("alias", "rollback", BERT, "prod")
     hdfs.ok("rm", f"{BERT}@v2", "--yes")
     hdfs.ok("gc", "--grace", "0s", "--unsafe-grace")
+    _wait_for_copies(cluster)
     checked = hdfs.json("check", "--read-data")
     assert checked["clean"]
     assert checked["read_bytes"] > checked["stored_bytes"]  # more than one replica
@@ -122,7 +133,7 @@ def test_wrong_bytes_of_replicas_are_not_pushed(
 ) -> None:
     url = f"{whole_files}/sub dir/_odd name=1%20+.bin"
     right = _client(cluster).read(urlsplit(url).path).read()
-    cluster.wait_for_replication(url, 3)
+    cluster.wait_for_replication(url, 3, LIMIT_S)
     for file in cluster.replica_files(url):
         if file.datanode is not cluster.datanodes[0]:
             damage(file, offset=12_345)

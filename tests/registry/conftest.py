@@ -12,6 +12,7 @@ from pathlib import Path
 import psycopg
 import pytest
 from sqlalchemy import make_url
+from waiting import eventually
 
 from weightyard.registry import binding, migrate
 from weightyard.registry.database import Database
@@ -53,6 +54,9 @@ def backup(database_url: str, tmp_path: Path) -> Iterator[Callable[[], Database]
         else:
             server = url.set(drivername="postgresql", database="postgres")
             with psycopg.connect(server.render_as_string(False), autocommit=True) as connection:
+                # The server ends a session some time after its client has closed it, and waits
+                # only a few seconds for that before it refuses to copy.
+                eventually(lambda: not _sessions(connection, str(url.database)))
                 connection.execute(f"CREATE DATABASE {name} TEMPLATE {url.database}")
             copied = url.set(database=name).render_as_string(False)
         copies.append(Database(copied))
@@ -61,6 +65,16 @@ def backup(database_url: str, tmp_path: Path) -> Iterator[Callable[[], Database]
     yield copy
     for database in copies:
         database.close()
+
+
+def _sessions(connection: psycopg.Connection, database: str) -> int:
+    """How many clients have a database open."""
+    asked = connection.execute(
+        "SELECT count(*) FROM pg_stat_activity"
+        " WHERE datname = %s AND backend_type = 'client backend'",
+        [database],
+    )
+    return int(asked.fetchone()[0])  # type: ignore[index]
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from weightyard.storage.retry import Retry, RetryingStore
 from weightyard.storage.store import Store
 
 TRASH = ModelName("team", "trash")
-LIMIT_S = 300
+LIMIT_S = 900
 
 
 class Yard:
@@ -65,7 +65,7 @@ class Yard:
     def attempt(self, work: Callable[[Store], object], point: Point | None) -> list[Call]:
         """Do something that fails at a point, beneath what tries again: so HDFS loses answers."""
         calls = Calls(point)
-        store = RetryingStore(calls.store(self._hdfs), Retry(deadline_s=20))
+        store = RetryingStore(calls.store(self._hdfs), Retry(deadline_s=120))
         with calls.database(self.database):
             work(store)
         return calls.seen

@@ -16,6 +16,7 @@ import shutil
 import signal
 import sqlite3
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ import psycopg
 from blake3 import blake3
 from crash_world import OPERATIONS, Outcome
 from ending import end_with_parent
+from waiting import eventually
 
 from weightyard.errors import YardError
 from weightyard.registry import migrate, schema
@@ -74,6 +76,7 @@ class Calls:
         self._point = point
         self._pause = pause
         self._counts = {"store": 0, "sql": 0}
+        self._lock = threading.Lock()  # files of the outbox are staged side by side
 
     def store(self, store: Store) -> Store:
         faults = {}
@@ -114,9 +117,10 @@ class Calls:
 
     def _note(self, kind: str, name: str) -> str | None:
         """What is to happen at this call."""
-        index = self._counts[kind]
-        self._counts[kind] += 1
-        self.seen.append((kind, index, name))
+        with self._lock:
+            index = self._counts[kind]
+            self._counts[kind] += 1
+            self.seen.append((kind, index, name))
         point = self._point
         if point is None or (point.kind, point.index) != (kind, index):
             return None
@@ -153,6 +157,7 @@ class World:
         self.database.close()
         if self.server is not None:
             self._execute("crash_base", _remember_all())
+            self._wait_until_closed("crash_base")
             for job in range(jobs):
                 self._execute("postgres", f"CREATE DATABASE crash_{job} TEMPLATE crash_base")
 
@@ -162,6 +167,8 @@ class World:
         shutil.rmtree(folder, ignore_errors=True)
         shutil.copytree(self.base, folder)
         if self.server is not None:
+            # A collector that was killed has its lock until the server has noticed.
+            self._wait_until_closed(f"crash_{job}")
             self._execute(f"crash_{job}", _recall_all())
         return self.return_to(job)
 
@@ -209,6 +216,15 @@ class World:
         if self.server is not None:
             for name in ("crash_base", *(f"crash_{job}" for job in range(jobs))):
                 self._execute("postgres", f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
+
+    def _wait_until_closed(self, name: str) -> None:
+        """The server ends a session some time after its client has gone."""
+        sessions = (
+            "SELECT count(*) FROM pg_stat_activity"
+            " WHERE datname = %s AND backend_type = 'client backend'"
+        )
+        with psycopg.connect(self.server or "", dbname="postgres", autocommit=True) as connection:
+            eventually(lambda: connection.execute(sessions, [name]).fetchone() == (0,))
 
     def _execute(self, name: str, statements: str) -> None:
         with psycopg.connect(self.server or "", dbname=name, autocommit=True) as connection:

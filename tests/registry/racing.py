@@ -29,19 +29,13 @@ class Stopped:
 
 
 @contextmanager
-def stopping(database: Database, before: str) -> Iterator[Stopped]:
-    """Whoever uses this database stops once, before the first statement that begins so.
-
-    Others have a database object of their own.
-    """
-    stopped = Stopped()
+def _looking(database: Database, look: Callable[[str], None]) -> Iterator[None]:
+    """Shows `look` each statement that this database object is about to run."""
     dialect: Any = database.engine.dialect
 
     def watched(execute: Callable[..., None]) -> Callable[..., None]:
         def run(cursor: Any, statement: str, *arguments: Any, **options: Any) -> None:
-            if statement.startswith(before) and not stopped.is_there.is_set():
-                stopped.is_there.set()
-                assert stopped.go_on.wait(LIMIT_S), "nobody said to go on"
+            look(statement)
             execute(cursor, statement, *arguments, **options)
 
         return run
@@ -50,11 +44,43 @@ def stopping(database: Database, before: str) -> Iterator[Stopped]:
     for name in names:
         setattr(dialect, name, watched(getattr(dialect, name)))
     try:
-        yield stopped
+        yield
     finally:
-        stopped.go_on.set()
         for name in names:
             delattr(dialect, name)
+
+
+@contextmanager
+def stopping(database: Database, before: str) -> Iterator[Stopped]:
+    """Whoever uses this database stops once, before the first statement that begins so.
+
+    Others have a database object of their own.
+    """
+    stopped = Stopped()
+
+    def look(statement: str) -> None:
+        if statement.startswith(before) and not stopped.is_there.is_set():
+            stopped.is_there.set()
+            assert stopped.go_on.wait(LIMIT_S), "nobody said to go on"
+
+    with _looking(database, look):
+        try:
+            yield stopped
+        finally:
+            stopped.go_on.set()
+
+
+@contextmanager
+def reaching(database: Database, *statements: str) -> Iterator[threading.Event]:
+    """An event that is set once whoever uses this database comes to one that begins so."""
+    reached = threading.Event()
+
+    def look(statement: str) -> None:
+        if statement.startswith(statements):
+            reached.set()
+
+    with _looking(database, look):
+        yield reached
 
 
 class Race(Generic[_T]):
@@ -77,12 +103,19 @@ def race(
     first: Callable[[], _T],
     second: Callable[[], _T],
     patience_s: float = SOON_S,
+    second_reached: threading.Event | None = None,
 ) -> Race[_T]:
-    """`first`, on this database, stops before a statement; `second` comes, and has its time."""
+    """`first`, on this database, stops before a statement; `second` comes, and has its time.
+
+    That is enough where it does not matter how far `second` came. Where it does, `second_reached`
+    is waited for before.
+    """
     with ThreadPoolExecutor(2) as pool, stopping(database, before) as stopped:
         one = pool.submit(first)
         stopped.wait()
         two = pool.submit(second)
+        if second_reached is not None:
+            assert second_reached.wait(LIMIT_S / 2), "the second did not come that far"
         try:
             two.exception(timeout=patience_s)
             waited = False

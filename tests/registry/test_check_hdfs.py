@@ -25,6 +25,7 @@ from weightyard.transfer.writer import WriteOptions
 
 pytestmark = pytest.mark.cluster
 
+LIMIT_S = 120.0
 CONTENTS = [random.Random(seed).randbytes(200_000) for seed in (1, 2)]
 
 
@@ -49,7 +50,7 @@ def version(registry: Registry, store: Store, cluster: MiniCluster) -> Version:
     pushed = push(registry, store, *CONTENTS, options=options, replication=2)
     registry.flush_outbox(store)
     for file in (the_pack(store), layout.manifest(Digest(pushed.digest))):
-        cluster.wait_for_replication(f"{store.url}/{file}", 2)
+        cluster.wait_for_replication(f"{store.url}/{file}", 2, LIMIT_S)
     return pushed
 
 
@@ -98,7 +99,8 @@ def test_a_manifest_with_one_damaged_replica_is_read_and_written_anew(
     report = registry.check(store, read_data=True)
     assert [(one.code, one.subject) for one in report.findings] == [("replica-damaged", path.text)]
     assert registry.heal(store, report).healed == (path.text,)
-    cluster.wait_for_replication(f"{store.url}/{path}", store.stat(path).replication)
+    copies = store.stat(path).replication
+    cluster.wait_for_replication(f"{store.url}/{path}", copies, LIMIT_S)
     assert registry.check(store, read_data=True).is_clean
     assert not registry.resolve(Ref.parse(version.ref)).damaged
 
@@ -113,5 +115,5 @@ def test_a_pack_kept_on_too_few_datanodes_is_found_and_hdfs_is_told(
     assert {one.code for one in report.findings} == {"replication-low", "under-replicated"}
     assert {one.subject for one in report.findings} == {pack.text}
     registry.heal(store, report)
-    cluster.wait_for_replication(f"{store.url}/{pack}", 3)
+    cluster.wait_for_replication(f"{store.url}/{pack}", 3, LIMIT_S)
     assert registry.check(store).is_clean

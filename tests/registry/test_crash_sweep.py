@@ -92,7 +92,7 @@ def run(program: str, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_crash_at_any_call_loses_nothing_and_shows_nothing_half(
     fast_folder: Path, server: str | None
 ) -> None:
@@ -103,7 +103,7 @@ def test_a_crash_at_any_call_loses_nothing_and_shows_nothing_half(
     assert set(found["calls"]) == {"push", "save", "alias", "rm", "gc"}
 
 
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_a_push_stopped_at_any_call_survives_gc_that_is_killed_at_any_call(
     fast_folder: Path, server: str | None
 ) -> None:
@@ -134,7 +134,7 @@ def test_a_push_stopped_at_every_call_survives_gc_that_is_killed_at_every_call(
 
 
 @pytest.mark.cluster
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize(
     "share", [todays_share(), pytest.param((0, 1), marks=pytest.mark.long)], ids=["share", "all"]
 )

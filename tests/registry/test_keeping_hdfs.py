@@ -14,6 +14,7 @@ from weightyard.storage import layout
 from weightyard.storage.opening import open_store
 from weightyard.storage.store import Store
 from weightyard.testing.cluster import MiniCluster
+from weightyard.transfer import durable
 from weightyard.transfer.writer import WriteOptions
 
 pytestmark = pytest.mark.cluster
@@ -28,8 +29,9 @@ def _datanodes(store: Store) -> list[int]:
 
 
 def test_a_published_version_refers_to_no_pack_on_a_single_datanode(
-    cluster: MiniCluster, database: Database
+    cluster: MiniCluster, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(durable, "REPLICAS_TIMEOUT_S", 120.0)  # HDFS copies in its own time
     settings = Settings(hadoop_conf_dir=cluster.conf_dir)
     with open_store(cluster.fresh_dir(), settings) as store:
         binding.bind(database, store)

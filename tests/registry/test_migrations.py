@@ -126,6 +126,6 @@ open_yard({str(tmp_path)!r}).close()
 print("alembic" in sys.modules)
 """
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120
     )
     assert done.stdout.strip() == "False", done.stderr

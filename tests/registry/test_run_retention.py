@@ -6,7 +6,7 @@ import pytest
 from checkpointing import RUN, save
 from collecting import gc
 from pushing import BERT, push
-from racing import race
+from racing import race, reaching
 
 from weightyard.errors import NoSuchThing, Refused
 from weightyard.names import AliasName, ModelName, Ref
@@ -128,13 +128,16 @@ def test_a_version_that_becomes_the_best_while_others_are_removed_stays(
     one = Registry(database, store=store, who="one")
     train(one, store)
     one.set_retention(RUN, Retention(keep_best=KeepBest(metric="loss")))
-    with Registry(Database(database_url), store=store, who="two") as two:
+    # It has its plan by then: SQLite keeps it waiting to write at all, PostgreSQL to tell of it.
+    planned = reaching(database, "BEGIN IMMEDIATE", "UPDATE versions SET removed_ms")
+    with Registry(Database(database_url), store=store, who="two") as two, planned as reached:
         ref = Ref.parse("team/run42@step-150")
         done = race(
             two.database,
             "INSERT INTO outbox",
             lambda: two.annotate(ref, {"metrics": {"loss": 0.1}}),
             lambda: one.apply_retention(RUN),
+            second_reached=reached,
         )
         assert done.errors == []
         assert done.second_waited

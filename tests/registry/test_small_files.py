@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from pushing import push
+from pushing import push, read_back, write
 
 from weightyard.errors import Conflict, FileMissing, StoreUnavailable
 from weightyard.names import ModelName, UploadId
+from weightyard.records import Publication
 from weightyard.registry.registry import Registry
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
 from weightyard.testing.faults import Fault, FaultyStore
 from weightyard.transfer.once import is_there, read_whole, write_each_once
+from weightyard.transfer.publish import publish
 
 BERT, ROBERTA = ModelName("team", "bert"), ModelName("team", "roberta")
 FILES = {
@@ -49,6 +51,37 @@ def test_a_file_that_is_there_with_other_content_is_a_conflict(store: LocalStore
     with pytest.raises(Conflict, match="other content"):
         write_each_once(store, UploadId.new(), {layout.journal(1): b"other"})
     assert list(store.list(layout.STAGING)) == []
+
+
+def test_what_a_killed_writer_left_in_staging_is_in_nobodys_way(store: LocalStore) -> None:
+    store.init()
+    upload, killed = UploadId.new(), FaultyStore(store, on_call=_die_before_publish)
+    with pytest.raises(_Killed):
+        write_each_once(killed, upload, FILES)
+    assert list(store.list(layout.STAGING)) != []
+    write_each_once(store, upload, FILES)
+    assert {path: read_whole(store, path) for path in FILES} == FILES
+
+
+def test_a_commit_is_repeated_after_a_kill_before_its_manifest_had_its_name(
+    registry: Registry, store: LocalStore
+) -> None:
+    upload = registry.open_upload(BERT, Publication())
+    manifest = write(upload, store, b"one", b"two")
+    killed = FaultyStore(store, on_call=_die_before_publish)
+    with pytest.raises(_Killed):
+        publish(killed, upload, manifest, Publication(), "key")
+    version = publish(store, upload, manifest, Publication(), "key")
+    assert read_back(registry, store, version) == [b"one", b"two"]
+
+
+class _Killed(BaseException):
+    pass
+
+
+def _die_before_publish(index: int, name: str) -> None:
+    if name == "publish":
+        raise _Killed
 
 
 def test_a_manifest_that_is_there_is_not_written_again(

@@ -15,6 +15,8 @@ from weightyard.testing.cluster.processes import Leash, ProcessIdentity
 
 LOG_TAIL_LINES = 30
 
+_GONE_S = 60.0
+
 # A daemon needs a path for `id` and `df`; anything else of the caller's environment, such as
 # HADOOP_USER_NAME or JAVA_TOOL_OPTIONS, would make it another daemon than the one planned.
 ENVIRONMENT = {"PATH": os.defpath, "LANG": "C.UTF-8"}
@@ -66,7 +68,7 @@ class Daemon:
         """`kill -9`, and wait until it is gone. Does nothing if it is gone already."""
         if self._process is not None:
             self._process.kill()
-            self._process.wait(10)
+            self._process.wait(_GONE_S)
 
     def pause(self) -> None:
         """SIGSTOP: connections stay open and nothing answers."""

@@ -27,6 +27,7 @@ from weightyard.testing.cluster.configuration import (
 from weightyard.testing.cluster.daemon import Daemon
 from weightyard.testing.cluster.java import QUICK_START, installed_java
 from weightyard.testing.cluster.observed import (
+    POLL_S,
     live_datanodes,
     namenode_state,
     served_blocks,
@@ -39,6 +40,10 @@ from weightyard.testing.cluster.replicas import ReplicaFile
 from weightyard.testing.cluster.shared_classes import ArchiveInTheMaking, listing, sharing
 
 _SETTLED_S = 5.0
+_REPORTED_S = 30.0
+"""In which a DataNode that is taken for new again, on a busy machine too, reports its blocks."""
+
+_ANSWER_S = 30.0
 
 
 class MiniCluster(Closing):
@@ -140,11 +145,17 @@ class MiniCluster(Closing):
     @property
     def active(self) -> Daemon:
         """The NameNode that serves. Raises ClusterFailed if none does."""
-        for daemon in self.namenodes:
-            state = namenode_state(daemon.plan.http) if daemon.is_running else None
-            if state and state.is_active:
-                return daemon
-        raise ClusterFailed("no NameNode is active")
+        give_up = time.monotonic() + _ANSWER_S
+        while True:
+            running = [one for one in self.namenodes if one.is_running]
+            states = [namenode_state(one.plan.http) for one in running]
+            for daemon, state in zip(running, states, strict=True):
+                if state and state.is_active:
+                    return daemon
+            # One that is silent may only be slow, as all are on a busy machine.
+            if all(states) or time.monotonic() > give_up:
+                raise ClusterFailed("no NameNode is active")
+            time.sleep(POLL_S)
 
     def fresh_dir(self) -> str:
         """The URL of a folder nobody was given before. It does not exist yet."""
@@ -167,23 +178,26 @@ class MiniCluster(Closing):
         def is_live() -> bool:
             nonlocal counted, counted_at
             held = served_blocks(datanode.plan.http)
-            known = live_datanodes(self.active.plan.http).get(datanode.plan.address)
+            live = live_datanodes(self.active.plan.http) or {}
+            known = live.get(datanode.plan.address)
             if held is None or known is None:
                 return False
             if known != counted:
                 counted, counted_at = known, time.monotonic()
             # A damaged replica is held and never counted: when nothing changes, that is all.
-            return known >= held or time.monotonic() > counted_at + _SETTLED_S
+            settled_s = _SETTLED_S if known else _REPORTED_S
+            return known >= held or time.monotonic() > counted_at + settled_s
 
         wait_until(is_live, f"{datanode.name} live", self._timeout_s)
 
     def wait_until_dead(self, datanode: Daemon) -> None:
         """Until the NameNode has given up a DataNode that was killed or paused: about 15 s."""
-        wait_until(
-            lambda: datanode.plan.address not in live_datanodes(self.active.plan.http),
-            f"{datanode.name} dead",
-            self._timeout_s,
-        )
+
+        def is_dead() -> bool:
+            live = live_datanodes(self.active.plan.http)
+            return live is not None and datanode.plan.address not in live
+
+        wait_until(is_dead, f"{datanode.name} dead", self._timeout_s)
 
     def fail_over(self) -> None:
         """Make the other NameNode of an HA pair active, also if the active one was killed."""
@@ -210,7 +224,7 @@ class MiniCluster(Closing):
         """Where the replicas of a file's blocks lie on the DataNodes' disks."""
         return list(replicas.find_replica_files(self._located(path), self.datanodes))
 
-    def wait_for_replication(self, path: str, copies: int, timeout_s: float = 30.0) -> None:
+    def wait_for_replication(self, path: str, copies: int, timeout_s: float = 60.0) -> None:
         """Until every block of a file is on exactly this many DataNodes."""
         wait_until(
             lambda: all(len(holders) == copies for holders in self.replicas(path)),

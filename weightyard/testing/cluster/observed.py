@@ -42,10 +42,15 @@ def namenode_state(http: str) -> NameNodeState | None:
     )
 
 
-def live_datanodes(http: str) -> dict[str, int]:
-    """The DataNodes a NameNode holds to be alive, by `host:transfer port`: how many blocks."""
+def live_datanodes(http: str) -> dict[str, int] | None:
+    """The DataNodes a NameNode holds to be alive, by `host:transfer port`: how many blocks.
+
+    None while it does not answer.
+    """
     info = _bean(http, "Hadoop:service=NameNode,name=NameNodeInfo")
-    nodes: dict[str, dict[str, Any]] = json.loads((info or {}).get("LiveNodes") or "{}")
+    if info is None:
+        return None
+    nodes: dict[str, dict[str, Any]] = json.loads(info.get("LiveNodes") or "{}")
     return {address: node["numBlocks"] for address, node in nodes.items()}
 
 

@@ -24,7 +24,7 @@ from weightyard.testing.cluster.java import Java
 from weightyard.testing.cluster.observed import POLL_S, namenode_state
 from weightyard.testing.cluster.processes import Leash
 
-TOOL_TIMEOUT_S = 60
+TOOL_TIMEOUT_S = 120
 
 _HA_ADMIN = "org.apache.hadoop.hdfs.tools.DFSHAAdmin"
 
