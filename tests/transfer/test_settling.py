@@ -6,6 +6,7 @@ import logging
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,34 @@ def test_records_that_cannot_be_written_wait_and_later_ones_are_tried(
     settling.soon()
     settling.close()
     assert len(tries) == 2
+
+
+def test_records_are_waited_for_although_the_thread_that_writes_them_has_only_been_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_made, may_begin, written = threading.Event(), threading.Event(), threading.Event()
+
+    class Late(threading.Thread):
+        """Made, and not begun for a while: as on a machine with other things to do."""
+
+        def start(self) -> None:
+            if self.name == "weightyard-records":
+                is_made.set()
+                assert may_begin.wait(LIMIT_S)
+            super().start()
+
+    settling = Settling(written.set)
+    with ThreadPoolExecutor(2) as pool:
+        monkeypatch.setattr(threading, "Thread", Late)
+        asking = pool.submit(settling.soon)
+        assert is_made.wait(LIMIT_S)
+        waiting = pool.submit(settling.wait)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.1)
+        may_begin.set()
+        asking.result(LIMIT_S)
+        assert waiting.result(LIMIT_S)
+    assert written.is_set()
 
 
 def test_a_closed_yard_has_its_records_in_the_store(tmp_path: Path) -> None:

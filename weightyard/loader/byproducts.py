@@ -113,9 +113,12 @@ class Byproducts(Closing):
 
     def wait(self, seconds: float) -> bool:
         """Wait until there is nothing more to do, but not longer; whether that is so."""
-        if self._thread is not None:
-            self._thread.join(seconds)
-        return not self._is_working
+        with self._lock:  # held while a thread is begun: until then it cannot be waited for
+            thread = self._thread
+        if thread is None:
+            return True
+        thread.join(seconds)
+        return not thread.is_alive()
 
     def close(self) -> None:
         """End the work: finish it if it is nearly done, else give it up and clean up."""
