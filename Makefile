@@ -5,6 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Processes that run tests side by side. All tests on HDFS go to one of them.
 WORKERS ?= 2
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 # Before the tests, which have a time limit each, and so that none of them waits for the network.
 FETCH_HADOOP := from weightyard.settings import Settings; \
@@ -28,10 +29,10 @@ run: setup ## push an example model and serve it; says what to try in a second t
 	@$(BIN)/python examples/try_it.py
 
 test: setup-dev check ## checks and tests, those on a real mini-HDFS too
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+	$(PYTEST)
 
 test-long: setup-dev ## what is too long for every change
-	$(BIN)/python -m pytest -m long
+	$(PYTEST) -m long
 
 check: setup-dev ## format, lint, types, import rules; changes nothing
 	$(BIN)/ruff format --check .
