@@ -21,11 +21,14 @@ import pytest
 from waiting import eventually
 
 from weightyard.errors import BadSetting, ClusterFailed
+from weightyard.settings import Settings
+from weightyard.storage.hdfs.store import HdfsStore
 from weightyard.testing.cluster import MiniCluster, damage
 from weightyard.testing.cluster.configuration import ClusterPlan
 from weightyard.testing.cluster.jars import hadoop_home
 from weightyard.testing.cluster.observed import live_datanodes, webhdfs
 from weightyard.testing.cluster.processes import Leash, ProcessIdentity
+from weightyard.testing.store_contract import put
 
 CONTENT = bytes(range(256)) * 4096
 LIMIT_S = 60.0
@@ -294,10 +297,20 @@ class TestCommandLine:
 
     def test_a_cluster_is_up_until_it_is_taken_down(self, tmp_path: Path) -> None:
         folder = tmp_path / "cluster"
-        started = weightyard("up", "--racks", "a", "--dir", str(folder))
+        started = weightyard(
+            "up", "--tokens", "--datanodes", "1", "--racks", "b,a", "--dir", str(folder)
+        )
         try:
             assert started.returncode == 0, started.stderr
-            assert started.stdout.startswith(f"export HADOOP_CONF_DIR={folder}/conf WEIGHTYARD_")
+            export = f"export HADOOP_CONF_DIR={folder}/conf WEIGHTYARD_STORE=hdfs://"
+            assert started.stdout.startswith(export)
+            assert len(started.stdout.splitlines()) == 1
+            url = started.stdout.split("WEIGHTYARD_STORE=")[1].strip()
+            with HdfsStore(url, Settings(hadoop_conf_dir=folder / "conf")) as store:
+                store.init()
+                (span,) = store.locate(put(store, CONTENT)).spans
+            assert span.access.token.identifier, "DataNodes ask for tokens"
+            assert [replica.rack for replica in span.replicas] == ["/rack-b"]
             shown = json.loads(weightyard("status", "--json", "--dir", str(folder)).stdout)
             assert shown["ready"]
             assert shown["live_datanodes"] == 1

@@ -90,6 +90,41 @@ def test_ordinary_paths_are_kept_as_they_are(path: str) -> None:
     assert str(FilePath(path)) == path
 
 
+LOOK_ALIKES = {
+    "a letter of another script": "m\u043edel.safetensors",
+    "the same of Greek": "m\u03bfdel.safetensors",
+    "in a folder": "weights/\u0430dapter/w.bin",
+    "a space that is none": "my\u00a0model.bin",
+    "another one": "my\u2003model.bin",
+    "a letter that shows nothing": "model\u3164.bin",
+    "a mark that shows nothing": "model\u034f.bin",
+    "a variation": "model\ufe0f.bin",
+    "wide letters": "\uff4d\uff4f\uff44\uff45\uff4c.bin",
+    "a ligature": "\ufb01les.bin",
+    "what looks like a slash": "a\u2215b.bin",
+}
+
+
+@pytest.mark.parametrize("path", LOOK_ALIKES.values(), ids=LOOK_ALIKES)
+def test_a_new_path_that_looks_like_another_is_refused(path: str) -> None:
+    for parse in (FilePath.of_new, FilePath.from_url):
+        with pytest.raises(InvalidName, match="could be taken for another one"):
+            parse(path)
+    assert FilePath(path).text == path, "but what was published before can be read"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("config.json", "模型/权重-v2.safetensors", "модель_v2/веса.bin", "μοντέλο-large.bin"),
+        *("größe.bin", "نموذج.bin", "모델/가중치.bin", "モデルmodel.bin"),
+        *("हिन्दी.txt", "my model.bin"),
+    ],
+)
+def test_a_new_path_with_one_script_in_each_word_is_fine(path: str) -> None:
+    assert FilePath.of_new(path) == FilePath.from_url(path) == FilePath(path)
+
+
 @given(st.text(max_size=40))
 def test_a_parsed_path_never_leaves_its_folder(text: str) -> None:
     try:

@@ -20,6 +20,7 @@ YardError
 │   └── KeyReused             the idempotency key was used for something else
 ├── Damaged                   do not use the bytes
 │   ├── BlockCorrupt          a block's bytes are not what its id or checksums say
+│   ├── ReplicasDamaged       no replica in HDFS has bytes that pass HDFS's own checksums
 │   ├── PackInvalid           a pack's structure does not hold together
 │   ├── ManifestInvalid       a manifest's structure does not hold together
 │   ├── BlockMissing          a version needs a block that lies nowhere
@@ -230,6 +231,12 @@ class BlockCorrupt(Damaged):
     """A block's bytes do not match its id, its checksums or its declared sizes."""
 
     code = "block-corrupt"
+
+
+class ReplicasDamaged(Damaged):
+    """No replica of a part of a file passes HDFS's own checksums, though the DataNodes answer."""
+
+    code = "replicas-damaged"
 
 
 class PackInvalid(Damaged):

@@ -33,6 +33,11 @@ _TOKEN_NAME = re.compile(r"[a-z0-9][a-z0-9._@+-]{0,95}", re.ASCII | re.IGNORECAS
 _ESCAPE = re.compile(r"%[0-9a-f]{2}", re.IGNORECASE | re.ASCII)
 _UNSHOWABLE = frozenset(("Cc", "Cf", "Cs", "Co", "Zl", "Zp"))
 """Unicode categories that change or break the line a name is shown in."""
+_UNSEEN = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u2800\u3164\uffa0")
+"""Marks and letters that show nothing, though their category does not say so."""
+_LIKE_A_SLASH = frozenset("\u2044\u2215\u29f8\u29f9")
+_LIKE_ONE_ANOTHER = frozenset(("LATIN", "CYRILLIC", "GREEK", "COPTIC", "ARMENIAN", "CHEROKEE"))
+"""Scripts that have letters which look the same."""
 _WINDOWS_RESERVED = re.compile(r"(?:con|prn|aux|nul|com[0-9]|lpt[0-9])(?:\..*)?", re.IGNORECASE)
 
 
@@ -257,18 +262,29 @@ class FilePath:
                 raise InvalidName(f"path {_shown(text)}: a part is over 255 bytes")
 
     @classmethod
+    def of_new(cls, text: str) -> Self:
+        """The path of a file that is being published: it looks like no other path.
+
+        Stricter than a path that is read: what was published before this rule stays readable.
+        """
+        path = cls(text)
+        if why := _looks_like_another(text):
+            raise InvalidName(f"path {_shown(text)} could be taken for another one: {why}")
+        return path
+
+    @classmethod
     def from_url(cls, text: str) -> Self:
         """The path a URL names for a new file: stricter, since more than one program reads it.
 
-        Refuses what another decoding or folding of the text would turn into another path, and
-        what URLs give a meaning of its own.
+        Refuses what another decoding of the text would turn into another path, and what URLs give
+        a meaning of its own.
         """
-        folded = cls(unicodedata.normalize("NFKC", text))
-        if folded.text.count("/") != text.count("/") or _ESCAPE.search(folded.text):
+        path = cls.of_new(text)
+        if _ESCAPE.search(text):
             raise InvalidName(f"path {_shown(text)} could be read as another one")
-        if any(mark in folded.text for mark in ";#?"):
+        if any(mark in text for mark in ";#?"):
             raise InvalidName(f"path {_shown(text)}: without ';', '#' and '?'")
-        return cls(text)
+        return path
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -285,6 +301,36 @@ def is_plain_text(text: str) -> bool:
         and unicodedata.is_normalized("NFC", text)
         and not any(unicodedata.category(ch) in _UNSHOWABLE for ch in text)
     )
+
+
+def _looks_like_another(text: str) -> str | None:
+    """What of a text people would take for something else; None: nothing."""
+    if text.isascii():
+        return None
+    for ch in text:
+        name = unicodedata.name(ch, f"U+{ord(ch):04X}")
+        if not unicodedata.is_normalized("NFKC", ch):
+            return f"{name} is another way to write {_shown(unicodedata.normalize('NFKC', ch))}"
+        if ch in _UNSEEN or "VARIATION SELECTOR" in name:
+            return f"{name} cannot be seen"
+        if ch in _LIKE_A_SLASH or (unicodedata.category(ch) == "Zs" and ch != " "):
+            return f"{name} looks like a slash or a space"
+    if not unicodedata.is_normalized("NFKC", text):
+        return "it is another way to write the same"
+    return next(filter(None, map(_mixed_scripts, _words(text))), None)
+
+
+def _words(text: str) -> list[str]:
+    """The runs of letters in a text; marks belong to them."""
+    letters = "".join(ch if unicodedata.category(ch)[0] in "LM" else " " for ch in text)
+    return letters.split()
+
+
+def _mixed_scripts(word: str) -> str | None:
+    found = {unicodedata.name(ch, "").partition(" ")[0] for ch in word} & _LIKE_ONE_ANOTHER
+    if len(found) < 2:
+        return None
+    return f"{_shown(word)} mixes {' and '.join(sorted(one.title() for one in found))} letters"
 
 
 def is_tensor_name(text: str) -> bool:

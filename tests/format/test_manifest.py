@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import time
 from collections.abc import Callable
 from typing import Any
@@ -269,6 +270,21 @@ def test_frame_that_promises_more_than_it_has_is_refused() -> None:
     bomb = b"\x28\xb5\x2f\xfd\xe0" + (200 * MIB).to_bytes(8, "little") + b"\x43\x00\x00a"
     with pytest.raises(ManifestInvalid):
         decode(bomb, None)
+
+
+@pytest.mark.parametrize(("window_log", "is_read"), [(21, True), (28, True), (29, False)])
+def test_a_frame_may_want_the_window_that_the_page_says_and_no_larger_one(
+    window_log: int, is_read: bool
+) -> None:
+    text = msgspec.json.encode(small_manifest())
+    # Magic, content size of 8 bytes, window; then one block as it is.
+    frame = b"\x28\xb5\x2f\xfd\xc0" + bytes([(window_log - 10) << 3])
+    frame += struct.pack("<Q", len(text)) + (len(text) << 3 | 1).to_bytes(3, "little") + text
+    if is_read:
+        assert decode(frame, None) == small_manifest()
+    else:
+        with pytest.raises(ManifestInvalid, match="window"):
+            decode(frame, None)
 
 
 def test_counts_over_their_bounds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
+from itertools import pairwise, product, zip_longest
+from math import prod
+from operator import mul
 from pathlib import Path
 
 import ml_dtypes
@@ -12,7 +16,7 @@ import pytest
 import xxhash
 import zstandard
 from blake3 import blake3
-from format_examples import safetensors_file, split_bytes
+from format_examples import Blocks, safetensors_file, split_bytes
 
 from weightyard.codec import Encoded, encode, encode_delta
 from weightyard.format import block, dtypes, manifest, pack, safetensors, splitting
@@ -20,13 +24,17 @@ from weightyard.format.assembly import manifest_of
 from weightyard.format.block import MIB, Codec, block_id, fold, segment_checksum
 from weightyard.format.dtypes import DType
 from weightyard.format.pack import PACK_HEADER, PackBuilder, padding
-from weightyard.names import PackId, is_tensor_name
+from weightyard.format.splitting import BoxShape, StateTensor
+from weightyard.names import MAX_PATH_BYTES, MAX_TENSOR_NAME_BYTES, PackId, is_tensor_name
+from weightyard.records import Version
+from weightyard.registry.binding import Owner, YardFile
+from weightyard.registry.history import JournalEntry
 
 PAGE = (Path(__file__).parents[2] / "docs" / "format.md").read_text()
 
 
-def second_reader(packs: list[bytes]) -> dict[str, bytes]:
-    """All blocks of these packs by id. From docs/format.md; nothing of weightyard is used."""
+def second_reader(packs: dict[str, bytes]) -> dict[str, bytes]:
+    """All blocks of packs, given by name. From docs/format.md; nothing of weightyard is used."""
     planes_of = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 8}
 
     def word(codec: int, r: int) -> int:
@@ -48,14 +56,15 @@ def second_reader(packs: list[bytes]) -> dict[str, bytes]:
         return zstandard.ZstdDecompressor(max_window_size=1 << 20).decompress(data)
 
     raw, deltas = {}, []
-    for file in packs:
+    for pack_id, file in packs.items():
         magic = bytes.fromhex("89 57 59 50 41 43 4B 0A")
         assert struct.unpack("<8sII", file[:16]) == (magic, 1, 0)
         at, length, checksum, version, zero, end = struct.unpack("<QQQII8s", file[-40:])
         assert (version, zero, end, at + length + 40) == (1, 0, magic, len(file))
         footer = file[at : at + length]
         assert xxhash.xxh3_64_intdigest(footer) == checksum
-        _, entries, segments, zero = struct.unpack("<16sIIQ", footer[:32])
+        own_id, entries, segments, zero = struct.unpack("<16sIIQ", footer[:32])
+        assert (own_id.hex(), zero) == (pack_id, 0)
         assert length == 32 + 104 * entries + 16 * segments
         table = 32 + 104 * entries
         place = 16
@@ -103,7 +112,7 @@ def second_reader(packs: list[bytes]) -> dict[str, bytes]:
 
 def second_manifest_reader(stored: bytes, digest: str, blocks: dict[str, bytes]) -> dict:
     """Files and tensors of a manifest. From docs/format.md; nothing of weightyard is used."""
-    text = zstandard.ZstdDecompressor().decompress(stored)
+    text = zstandard.ZstdDecompressor(max_window_size=1 << 28).decompress(stored)
     assert blake3(text).hexdigest() == digest
     fields = json.loads(text)
     assert fields["format"] == 1
@@ -112,18 +121,39 @@ def second_manifest_reader(stored: bytes, digest: str, blocks: dict[str, bytes])
     def content(extents: list[list[int]]) -> bytes:
         return b"".join(blocks[names[b]][at : at + length] for b, at, length in extents)
 
+    def whole(tensor: dict) -> bytes:
+        """Its elements in row-major order: each row of each box goes to its own place."""
+        shape, width = tensor["shape"], WIDTHS[tensor["dtype"]]
+        out = bytearray(prod(shape) * width)
+        strides = [prod(shape[dim + 1 :]) * width for dim in range(len(shape))]
+        for box in tensor["boxes"]:
+            data = content(box["extents"])
+            row_bytes = prod(box["shape"][-1:]) * width
+            rows = product(*map(range, box["shape"][:-1]))
+            for number, row in enumerate(rows):
+                place = map(sum, zip_longest(box["offset"], row, fillvalue=0))
+                at = sum(map(mul, place, strides))
+                out[at : at + row_bytes] = data[number * row_bytes : (number + 1) * row_bytes]
+        return bytes(out)
+
     return {
         "files": {file["path"]: content(file["extents"]) for file in fields["files"]},
-        "tensors": {
-            tensor["name"]: b"".join(content(box["extents"]) for box in tensor["boxes"])
-            for tensor in fields["tensors"]
-        },
+        "tensors": {tensor["name"]: whole(tensor) for tensor in fields["tensors"]},
     }
 
 
-def packed(*encoded: Encoded) -> bytes:
+WIDTHS = {"BF16": 2, "F32": 4, "I64": 8}
+"""Bytes of an element, from section 7."""
+
+ONE, OTHER = "ab" * 16, "cd" * 16
+
+LEFT_OUT = ("aliases", "last_used", "damaged")
+"""Of a version's record: what changes by itself."""
+
+
+def packed(*encoded: Encoded, pack_id: str = ONE) -> bytes:
     """A pack of these blocks, as a writer writes it."""
-    builder = PackBuilder(PackId("ab" * 16))
+    builder = PackBuilder(PackId(pack_id))
     file = bytearray(PACK_HEADER)
     for each in encoded:
         builder.add(each.encoding)
@@ -155,7 +185,7 @@ def test_second_reader_reads_every_codec_and_delta() -> None:
     changed = base[:1_000_000] + weights(100_000, ml_dtypes.bfloat16)
     assert len(changed) == len(base)
     delta = encode_delta(changed, base, block_id(base), hint=Codec.PLANES_BF16)
-    blocks = second_reader([packed(*encoded, delta)])
+    blocks = second_reader({ONE: packed(*encoded, delta)})
     assert blocks == {block_id(raw).hex: raw for raw in (*raws.values(), changed)}
 
 
@@ -172,11 +202,47 @@ def test_second_reader_reads_a_whole_version() -> None:
     file = packed(
         *(encode(raw, hint=piece.codec) for raw, piece in zip(raws, split.pieces, strict=True))
     )
-    version = second_manifest_reader(stored, digest.hex, second_reader([file]))
+    version = second_manifest_reader(stored, digest.hex, second_reader({ONE: file}))
     assert version["files"] == {"model.safetensors": data}
     start = len(data) - 700 * 500 * 4 - 16 - 8
     assert version["tensors"]["two"] == data[-8:]
     assert version["tensors"]["big"] == data[start : start + 700 * 500 * 4]
+
+
+@pytest.mark.parametrize("order", [(ONE, OTHER), (OTHER, ONE)])
+def test_second_reader_finds_the_base_of_a_delta_in_another_pack(order: tuple[str, str]) -> None:
+    base = weights(30_000, np.float32)
+    changed = base[:60_000] + weights(15_000, np.float32)
+    delta = encode_delta(changed, base, block_id(base), hint=Codec.PLANES_FP32)
+    packs = {
+        ONE: packed(encode(base, hint=Codec.PLANES_FP32)),
+        OTHER: packed(delta, pack_id=OTHER),
+    }
+    blocks = second_reader({name: packs[name] for name in order})
+    assert blocks == {block_id(raw).hex: raw for raw in (base, changed)}
+
+
+@pytest.mark.parametrize(
+    "cuts",
+    [((), (2, 5)), ((1,), ()), ((1,), (2, 5))],
+    ids=["by columns", "by rows", "both ways"],
+)
+def test_second_reader_puts_a_tensor_of_many_boxes_together(
+    cuts: tuple[tuple[int, ...], tuple[int, ...]],
+) -> None:
+    whole = np.arange(3 * 7 * 5, dtype="<f4").reshape(3, 7, 5)
+    spans = [
+        list(pairwise(sorted({0, *cut, size}))) for cut, size in zip(cuts, (3, 7), strict=True)
+    ]
+    parts = [whole[a:b, c:d] for (a, b), (c, d) in product(*spans)]
+    boxes = tuple(BoxShape((a, c, 0), (b - a, d - c, 5)) for (a, b), (c, d) in product(*spans))
+    split = splitting.split_state([StateTensor("w", DType.F32, whole.shape, boxes=boxes)], MIB)
+    kept = Blocks()
+    names = kept.keep(split, [part.tobytes() for part in parts])
+    digest, stored = manifest.encode(manifest_of([split], [names]))
+    file = packed(*(encode(raw) for raw in kept.data.values()))
+    version = second_manifest_reader(stored, digest.hex, second_reader({ONE: file}))
+    assert version["tensors"]["w"] == whole.tobytes()
 
 
 def test_examples_on_the_page_are_right() -> None:
@@ -209,12 +275,25 @@ def test_examples_on_the_page_are_right() -> None:
         f"boxes in a manifest | {manifest.MAX_BOXES}",
         f"extents in a manifest | {manifest.MAX_EXTENTS}",
         f"dimensions of a tensor | {dtypes.MAX_RANK}",
+        f"corners of boxes in a manifest, as section 6 counts them | {manifest.MAX_CORNERS}",
+        f"path, tensor name | {MAX_PATH_BYTES} bytes",
+        f"path, tensor name | {MAX_TENSOR_NAME_BYTES} bytes",
         f"safetensors header split by tensors | {safetensors.MAX_HEADER_BYTES} bytes, "
         f"{safetensors.MAX_HEADER_COMMAS} commas",
     ],
 )
 def test_limits_on_the_page_are_those_of_the_code(row: str) -> None:
     assert f"| {row} |" in PAGE
+
+
+def test_the_page_names_every_field_of_the_records() -> None:
+    for kind in (YardFile, Owner, JournalEntry):
+        others = "".join(f', "{name}": …' for name in kind.__struct_fields__[1:])
+        assert f'`{{"format": 1{others}}}`' in PAGE.replace("{…}", "…")
+    recorded = [name for name in Version.model_fields if name not in LEFT_OUT]
+    listed = PAGE.split("Its fields are ")[1].split(".")[0]
+    assert re.findall(r"`(\w+)`", listed) == recorded
+    assert all(f"`{name}`" in PAGE for name in LEFT_OUT)
 
 
 def test_every_dtype_and_codec_is_on_the_page() -> None:

@@ -351,6 +351,56 @@ def test_boxes_cut_along_very_many_dimensions_are_refused_without_work() -> None
         manifest_of([split], [fake_ids(split)])
 
 
+@pytest.mark.parametrize(
+    ("shapes", "corners"),
+    [
+        ([[((0, 0), (4, 6))]], 0),
+        ([[]], 0),
+        ([[((0, 0), (4, 3)), ((0, 3), (4, 3))]], 3 << 1),
+        ([[((0, 0), (1, 6)), ((1, 0), (3, 3)), ((1, 3), (3, 3))]], 4 << 2),
+        ([[((0, 0), (1, 6)), ((1, 0), (3, 6))]] * 3, 3 * (3 << 1)),
+    ],
+    ids=["whole", "empty", "one way", "both ways", "three tensors"],
+)
+def test_corners_are_counted_as_the_page_says(
+    shapes: list[list[tuple[tuple[int, int], tuple[int, int]]]],
+    corners: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    tensors = [
+        StateTensor(
+            f"w{number}",
+            DType.U8,
+            (4, 6) if boxes else (0, 6),
+            boxes=tuple(BoxShape(offset, shape) for offset, shape in boxes),
+        )
+        for number, boxes in enumerate(shapes)
+    ]
+    split = split_state(tensors, MIB)
+    monkeypatch.setattr(manifests, "MAX_CORNERS", corners)
+    manifest_of([split], [fake_ids(split)])
+    if corners:
+        monkeypatch.setattr(manifests, "MAX_CORNERS", corners - 1)
+        with pytest.raises(ManifestInvalid, match="too many ways"):
+            manifest_of([split], [fake_ids(split)])
+
+
+def test_a_box_of_elements_under_a_byte_fills_whole_bytes() -> None:
+    halves = [BoxShape((0, 0), (2, 3)), BoxShape((0, 3), (2, 1))]
+    whole = split_state([StateTensor("w", DType.F4, (2, 4), boxes=tuple(halves))], MIB)
+    manifest_of([whole], [fake_ids(whole)])
+    with pytest.raises(Refused, match="whole bytes"):
+        split_state([StateTensor("w", DType.F4, (2, 4), boxes=(BoxShape((0, 0), (1, 3)),))], MIB)
+
+
+@pytest.mark.parametrize("dtype", [DType.C32, DType.C128])
+def test_a_safetensors_file_with_complex_numbers_of_torch_is_split_like_any_other(
+    dtype: DType,
+) -> None:
+    split = split_bytes("m.safetensors", safetensors_file([("w", dtype, (3, 5))]))
+    assert [(tensor.name, tensor.dtype) for tensor in split.tensors] == [("w", dtype)]
+
+
 def test_ranks_that_disagree_about_a_tensor_are_refused() -> None:
     splits = [
         split_state([StateTensor("w", dtype, (4,), boxes=(BoxShape((at,), (2,)),))], MIB)

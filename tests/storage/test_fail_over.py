@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -21,9 +22,10 @@ PATIENT = Retry(deadline_s=120.0)
 """The fail-over itself happens in a call, and takes a busy machine longer than a call may."""
 
 
-def _publish(store: Store) -> PackId:
+def _publish(store: Store, policy: str | None = None) -> PackId:
     pack = PackId.new()
-    with store.stage(layout.staging(UploadId.new(), pack.hex), FileOptions(replication=1)) as stage:
+    options = FileOptions(replication=1, policy=policy)
+    with store.stage(layout.staging(UploadId.new(), pack.hex), options) as stage:
         stage.write(CONTENT[:1000])
         stage.write(CONTENT[1000:])
         staged = stage.close()
@@ -39,29 +41,59 @@ def hdfs(ha_cluster: MiniCluster) -> Iterator[HdfsStore]:
         yield store
 
 
-def _before(call: str, act: Callable[[], None]) -> Callable[[int, str], None]:
-    """Act once, before the first call of this name."""
-    done = False
+def _before(call: str, act: Callable[[], None], turn: int = 1) -> Callable[[int, str], None]:
+    """Act once, before the call of this name whose turn it is."""
+    seen = 0
 
     def on_call(index: int, name: str) -> None:
-        nonlocal done
-        if name == call and not done:
-            done = True
+        nonlocal seen
+        seen += name == call
+        if name == call and seen == turn:
             act()
 
     return on_call
 
 
-@pytest.mark.parametrize("call", ["stage", "write", "close", "publish", "locate"])
-def test_a_publish_survives_a_fail_over_before_any_of_its_calls(
-    ha_cluster: MiniCluster, hdfs: HdfsStore, call: str
-) -> None:
-    before = ha_cluster.active
-    store = RetryingStore(FaultyStore(hdfs, on_call=_before(call, ha_cluster.fail_over)), PATIENT)
-    pack = _publish(store)
-    assert ha_cluster.active is not before
+def _require_published(store: Store, pack: PackId) -> None:
+    """The pack is there, and nothing else is, in staging neither."""
     assert get(store, layout.pack(pack)) == CONTENT
     assert [file.path for file in store.list(layout.PACKS)] == [layout.pack(pack)]
+    assert list(store.list(layout.STAGING)) == []
+
+
+@pytest.mark.parametrize(
+    ("call", "turn"),
+    [("stage", 1), ("write", 1), ("write", 2), ("close", 1), ("publish", 1), ("locate", 1)],
+)
+def test_a_publish_survives_a_fail_over_before_any_of_its_calls(
+    ha_cluster: MiniCluster, hdfs: HdfsStore, call: str, turn: int
+) -> None:
+    before = ha_cluster.active
+    failing = FaultyStore(hdfs, on_call=_before(call, ha_cluster.fail_over, turn))
+    store = RetryingStore(failing, PATIENT)
+    pack = _publish(store)
+    assert ha_cluster.active is not before
+    _require_published(store, pack)
+
+
+def test_a_publish_survives_a_fail_over_between_making_a_file_and_giving_it_its_policy(
+    ha_cluster: MiniCluster, hdfs: HdfsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, set_policy = ha_cluster.active, hdfs._namenode.set_policy
+    to_do = [ha_cluster.fail_over]
+
+    def set_after_fail_over(*asked: Any, **more: Any) -> None:
+        while to_do:
+            to_do.pop()()
+        set_policy(*asked, **more)
+
+    monkeypatch.setattr(hdfs._namenode, "set_policy", set_after_fail_over)
+    store = RetryingStore(hdfs, PATIENT)
+    pack = _publish(store, policy="ALL_SSD")
+    assert ha_cluster.active is not before
+    _require_published(store, pack)
+    (replica,) = ha_cluster.replica_files(f"{hdfs.url}/{layout.pack(pack)}")
+    assert "/ssd/" in str(replica.path)
 
 
 def test_a_publish_survives_the_kill_of_the_active_namenode(
@@ -77,7 +109,6 @@ def test_a_publish_survives_the_kill_of_the_active_namenode(
         FaultyStore(hdfs, on_call=_before("publish", kill_and_fail_over)), PATIENT
     )
     try:
-        pack = _publish(store)
-        assert get(store, layout.pack(pack)) == CONTENT
+        _require_published(store, _publish(store))
     finally:
         ha_cluster.restart(killed)

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from hostile import ROUNDS
 from waiting import eventually
 
 from weightyard.errors import (
@@ -338,19 +339,38 @@ def test_a_datanode_that_lies_is_named_and_nothing_else_happens(answer: bytes) -
         read_from(datanode)
 
 
-def test_random_answers_are_errors_that_name_the_datanode() -> None:
+def test_ten_thousand_damaged_answers_are_errors_that_name_the_datanode_or_all_bytes(
+    reader: DataNodeReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connected: list[socket.socket] = []  # pairs, which are quicker than connections
+    monkeypatch.setattr("weightyard.storage.hdfs.datanode._connected", lambda *_: connected.pop())
     chance = random.Random(4)
-
-    def damaged(client: socket.socket) -> None:
+    begin = len(message()) + wire.PACKET_HEADER_BYTES
+    heads = [*range(begin), *range(begin + 1024, len(_GOOD))]  # all but the data itself
+    span = Span(0, 4096, (), BlockAccess("BP-1", 1, 1, 4096))
+    refusals: dict[str, DataNodeFailed | StaleLocation] = {}
+    for number in range(ROUNDS):
         raw = bytearray(_GOOD)
         for _ in range(chance.randint(1, 4)):
-            raw[chance.randrange(70)] = chance.randrange(256)
-        client.sendall(raw[: chance.randint(1, len(raw))])
-
-    with lying_datanode(damaged) as datanode:
-        for _ in range(300):
-            with contextlib.suppress(DataNodeFailed, StaleLocation):
-                read_from(datanode)
+            raw[chance.choice(heads)] = chance.randrange(256)
+        cut = chance.randint(1, len(raw)) if chance.random() < 0.3 else len(raw)
+        ours, theirs = socket.socketpair()
+        connected.append(ours)
+        datanode = f"127.0.0.1:{10_000 + number}"
+        out = bytearray(1024)
+        with ours, theirs:
+            theirs.sendall(raw[:cut])
+            theirs.shutdown(socket.SHUT_WR)
+            try:
+                replica = Replica(datanode, "127.0.0.1")
+                reader.read(replica, span, [Read(512, memoryview(out))], soon())
+                assert out == b"x" * 1024
+            except (DataNodeFailed, StaleLocation) as why:
+                refusals[datanode] = why
+    assert ROUNDS / 2 < len(refusals) < ROUNDS
+    for datanode, why in refusals.items():
+        assert datanode in str(why)
+        assert isinstance(why, StaleLocation) or why.datanode == datanode
 
 
 def test_a_datanode_that_trickles_is_stopped_by_the_deadline() -> None:

@@ -11,13 +11,21 @@ from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
+from hostile import ROUNDS, changed_json
 
 from weightyard.errors import StoreUnavailable
 from weightyard.settings import Settings
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.configuration import Cluster
 from weightyard.storage.hdfs.fallbacks import WebHdfsReads
-from weightyard.storage.hdfs.namenode import STALE_S, NameNode, parse_locations
+from weightyard.storage.hdfs.namenode import (
+    STALE_S,
+    NameNode,
+    _decoded,
+    _DefaultsAnswer,
+    _StatusAnswer,
+    parse_locations,
+)
 from weightyard.storage.hdfs.wire import BlockAccess, BlockToken
 from weightyard.storage.store import Location, Read, StorePath
 
@@ -153,6 +161,33 @@ def test_ten_thousand_damaged_answers_give_nothing_but_typed_errors() -> None:
         else:
             assert location.length == sum(span.length for span in location.spans)
     assert refused > 5000
+
+
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [
+        (_StatusAnswer, {"FileStatus": {"length": 512, "encBit": True, "owner": "alice"}}),
+        (_DefaultsAnswer, {"FsServerDefaults": {"encryptDataTransfer": "true", "replication": 3}}),
+    ],
+    ids=["status", "defaults"],
+)
+def test_ten_thousand_damaged_words_of_a_namenode_give_nothing_but_typed_errors(
+    kind: type[Any], said: dict[str, Any]
+) -> None:
+    chance = random.Random(3)
+    whole = json.dumps(said).encode()
+    refused = 0
+    for _ in range(ROUNDS):
+        try:
+            found = _decoded(changed_json(whole, chance), kind, _PATH)
+        except StoreUnavailable:
+            refused += 1
+        else:
+            assert isinstance(found, kind)
+    assert ROUNDS / 4 < refused < ROUNDS
+    for deep in (b'{"FileStatus":' * 100_000, b'{"x":' + b"[" * 100_000, b"\xff", b""):
+        with pytest.raises(StoreUnavailable):
+            _decoded(deep, kind, _PATH)
 
 
 def test_deep_nesting_is_refused_without_a_crash() -> None:

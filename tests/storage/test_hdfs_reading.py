@@ -1,23 +1,33 @@
-"""Reading by whichever way works: nothing kept of those that do not has a caller's memory."""
+"""Reading by whichever way works: which one it is, and that those that do not keep no memory."""
 
 from __future__ import annotations
 
 import gc
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
 import pytest
 from waiting import eventually
 
-from weightyard.errors import DataNodeFailed, StoreUnavailable, Unsupported, YardError
+from weightyard.errors import (
+    DataNodeFailed,
+    NotAllowed,
+    ReplicasDamaged,
+    StaleLocation,
+    StoreUnavailable,
+    Unsupported,
+    YardError,
+)
 from weightyard.settings import Settings
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.configuration import Cluster
-from weightyard.storage.hdfs.datanode import DataNodeReader
-from weightyard.storage.hdfs.fallbacks import Fallback, LibhdfsReads
+from weightyard.storage.hdfs.datanode import DataNodeReader, HungUp
+from weightyard.storage.hdfs.fallbacks import Fallback, LibhdfsReads, NoneServed
 from weightyard.storage.hdfs.reading import Reading
-from weightyard.storage.store import Location, Read, ReadPath, Replica, Span, StorePath
+from weightyard.storage.store import Location, Read, ReadPath, Replica, Served, Span, StorePath
 
 LENGTH = 1 << 20
 LIMIT_S = 60.0
@@ -129,3 +139,171 @@ def test_a_replica_that_failed_keeps_no_memory_of_a_read_that_the_next_one_serve
         buffer, failed = read(reading)
         assert failed is None
         assert is_free(buffer)
+
+
+class Asked(DataNodeReader):
+    """Notes which DataNodes were asked. All answer but those named."""
+
+    def __init__(self, *failing: str, failure: type[DataNodeFailed] = DataNodeFailed) -> None:
+        self.asked: list[str] = []
+        self._failing = failing
+        self._failure = failure
+
+    def read(self, replica: Replica, span: Span, reads: Sequence[Read], deadline: Deadline) -> None:
+        self.asked.append(replica.datanode)
+        if replica.datanode in self._failing:
+            raise self._failure(replica.datanode, "does not serve")
+
+    def close(self) -> None:
+        pass
+
+
+FIRST, SECOND = REPLICAS
+
+
+def read_from(reading: Reading, replica: Replica | None) -> Served:
+    wanted = [Read(0, memoryview(bytearray(LENGTH)))]
+    return reading.read(LOCATION, wanted, replica, Deadline.after(LIMIT_S))
+
+
+def test_that_a_named_replica_fails_is_told_at_once_at_the_first_read_too() -> None:
+    direct = Asked(FIRST.datanode)
+    reading = Reading(direct, [Way()])
+    with pytest.raises(DataNodeFailed, match=FIRST.datanode):
+        read_from(reading, FIRST)
+    assert direct.asked == [FIRST.datanode]
+    assert read_from(reading, SECOND) == Served(ReadPath.DIRECT, SECOND)
+
+
+def test_first_reads_do_not_wait_for_each_other() -> None:
+    is_asked, is_over = threading.Event(), threading.Event()
+
+    class Slow(Asked):
+        def read(
+            self, replica: Replica, span: Span, reads: Sequence[Read], deadline: Deadline
+        ) -> None:
+            if replica == FIRST:
+                is_asked.set()
+                is_over.wait(LIMIT_S)
+
+    reading = Reading(Slow(), ())
+    with ThreadPoolExecutor(2) as threads:
+        try:
+            slow = threads.submit(read_from, reading, FIRST)
+            assert is_asked.wait(LIMIT_S)
+            quick = threads.submit(read_from, reading, SECOND)
+            assert quick.result(LIMIT_S / 2).replica == SECOND
+        finally:
+            is_over.set()
+        assert slow.result(LIMIT_S).replica == FIRST
+
+
+def test_when_all_replicas_failed_that_could_be_named_another_way_serves() -> None:
+    direct = Asked(FIRST.datanode, SECOND.datanode)
+    reading = Reading(direct, [Way()])
+    with pytest.raises(DataNodeFailed, match=FIRST.datanode):
+        read_from(reading, FIRST)
+    for replica in (SECOND, FIRST, None):
+        assert read_from(reading, replica) == Served(ReadPath.NATIVE)
+    assert direct.asked == [FIRST.datanode, SECOND.datanode]
+
+
+def test_where_every_datanode_hangs_up_another_way_serves_the_first_read() -> None:
+    direct = Asked(FIRST.datanode, SECOND.datanode, failure=HungUp)
+    assert read_from(Reading(direct, [Way()]), FIRST) == Served(ReadPath.NATIVE)
+    assert direct.asked == [FIRST.datanode, SECOND.datanode]
+
+
+def test_one_datanode_that_hangs_up_does_not_end_direct_reads() -> None:
+    reading = Reading(Asked(FIRST.datanode, failure=HungUp), [Way()])
+    with pytest.raises(DataNodeFailed, match=FIRST.datanode):
+        read_from(reading, FIRST)
+    assert read_from(reading, SECOND).path == ReadPath.DIRECT
+
+
+def test_once_direct_reads_have_worked_nobody_else_is_asked_when_one_hangs_up() -> None:
+    direct = Asked(FIRST.datanode, failure=HungUp)
+    reading = Reading(direct, [Way()])
+    read_from(reading, SECOND)
+    with pytest.raises(DataNodeFailed, match=FIRST.datanode):
+        read_from(reading, FIRST)
+    assert direct.asked == [SECOND.datanode, FIRST.datanode]
+
+
+def test_a_way_that_says_a_file_is_shorter_does_not_end_the_search() -> None:
+    reading = Reading(None, [Way(StaleLocation("ends early")), Way()])
+    assert read_from(reading, None) == Served(ReadPath.NATIVE)
+
+
+@pytest.mark.parametrize("other", [StoreUnavailable("x"), NotAllowed("x"), Unsupported("x")])
+def test_a_file_that_is_shorter_is_located_again_whatever_another_way_says_of_it(
+    other: YardError,
+) -> None:
+    stale = StaleLocation("ends early")
+    for ways in ([Way(stale), Way(other)], [Way(other), Way(stale)]):
+        with pytest.raises(StaleLocation):
+            read_from(Reading(None, ways), None)
+
+
+def test_what_a_way_said_that_works_here_goes_before_that_another_does_not() -> None:
+    for ways in (
+        [Way(StoreUnavailable("x")), Way(Unsupported("y"))],
+        [Way(Unsupported("y")), Way(StoreUnavailable("x"))],
+    ):
+        with pytest.raises(StoreUnavailable, match="x"):
+            read_from(Reading(None, ways), None)
+
+
+class Passing(Way):
+    """Fails so often, then serves."""
+
+    def __init__(self, failure: YardError, times: int) -> None:
+        super().__init__(failure)
+        self._left = times
+
+    def read(self, location: Location, reads: Sequence[Read], deadline: Deadline) -> None:
+        self._left -= 1
+        if self._left >= 0:
+            super().read(location, reads, deadline)
+
+
+def damaged(*_: object) -> str:
+    return "all of them answer"
+
+
+AT_REPLICAS = [NoneServed("x"), StaleLocation("x")]
+
+
+@pytest.mark.parametrize("failure", AT_REPLICAS)
+def test_replicas_that_answer_and_still_do_not_serve_are_damaged(failure: YardError) -> None:
+    ways = [Way(Unsupported("no libhdfs")), Way(failure)]
+    with pytest.raises(ReplicasDamaged, match=r"all of them answer \(x, .* are left\)"):
+        read_from(Reading(None, ways, find_damage=damaged), None)
+    with pytest.raises(type(failure)):
+        read_from(Reading(None, ways), None)
+
+
+@pytest.mark.parametrize("failure", AT_REPLICAS)
+def test_replicas_that_serve_once_they_all_answer_are_not_damaged(failure: YardError) -> None:
+    reading = Reading(None, [Passing(failure, 1)], find_damage=damaged)
+    assert read_from(reading, None) == Served(ReadPath.NATIVE)
+
+
+@pytest.mark.parametrize("other", [StoreUnavailable("x"), NotAllowed("x")])
+def test_where_a_way_failed_before_it_came_to_the_replicas_they_are_not_blamed(
+    other: YardError,
+) -> None:
+    for ways in ([Way(NoneServed("y")), Way(other)], [Way(other), Way(NoneServed("y"))]):
+        with pytest.raises((StoreUnavailable, NotAllowed)):
+            read_from(Reading(None, ways, find_damage=damaged), None)
+
+
+def test_a_replica_that_lost_a_block_is_not_taken_for_a_damaged_one() -> None:
+    class Gone(Asked):
+        def read(
+            self, replica: Replica, span: Span, reads: Sequence[Read], deadline: Deadline
+        ) -> None:
+            raise StaleLocation("no longer has it")
+
+    with pytest.raises(StaleLocation, match="no longer"):
+        read_from(Reading(Gone(), [Way()], find_damage=damaged), FIRST)

@@ -9,6 +9,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import parse_qs, urlencode, urlsplit
@@ -17,8 +18,17 @@ import pytest
 import requests
 from hdfs_native import Client
 from patience import be_patient
+from waiting import eventually
 
-from weightyard.errors import BadSetting, FileMissing, Retryable, StoreFull, StoreUnavailable
+from weightyard.errors import (
+    BadSetting,
+    DataNodeFailed,
+    FileMissing,
+    Retryable,
+    StaleLocation,
+    StoreFull,
+    StoreUnavailable,
+)
 from weightyard.names import PackId, UploadId
 from weightyard.settings import Settings
 from weightyard.storage import layout
@@ -26,7 +36,16 @@ from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.configuration import Configuration
 from weightyard.storage.hdfs.store import HdfsStore
 from weightyard.storage.retry import RetryingStore
-from weightyard.storage.store import FileOptions, Location, Ownership, Store, StorePath
+from weightyard.storage.store import (
+    FileOptions,
+    Location,
+    Ownership,
+    Read,
+    ReadPath,
+    StagedFile,
+    Store,
+    StorePath,
+)
 from weightyard.testing.cluster import MiniCluster
 from weightyard.testing.store_contract import StoreContract, files_of, get, put, stage
 
@@ -160,6 +179,82 @@ def test_a_full_quota_is_said_so_and_leaves_nothing(cluster: MiniCluster, store:
         write_too_much()
     assert files_of(store, upload) == []
     put(store, b"small", FileOptions(replication=1, planned_bytes=5))
+
+
+def test_a_full_quota_of_names_is_said_so_and_leaves_nothing(
+    cluster: MiniCluster, store: HdfsStore
+) -> None:
+    upload = UploadId.new()
+
+    def write(name: str) -> StagedFile:
+        with store.stage(layout.staging(upload, name), FileOptions(replication=1)) as writing:
+            writing.write(b"x")
+            return writing.close()
+
+    first = write("first")
+    summary = webhdfs(cluster, "GET", store.url, op="GETCONTENTSUMMARY")["ContentSummary"]
+    assert isinstance(summary, dict)
+    names = summary["directoryCount"] + summary["fileCount"]
+    webhdfs(cluster, "PUT", store.url, op="SETQUOTA", namespacequota=names)
+    for act in (
+        lambda: write("second"),
+        lambda: stage(store, b"in a folder of its own"),
+        lambda: store.publish(first, layout.pack(PackId.new())),  # makes a folder
+    ):
+        with pytest.raises(StoreFull):
+            act()
+    assert files_of(store, upload) == [first.path]
+    assert list(store.list(layout.PACKS)) == []
+    webhdfs(cluster, "PUT", store.url, op="SETQUOTA", namespacequota=names + 1)
+    path = layout.pack(PackId.new())
+    store.publish(first, path)
+    assert get(store, path) == b"x"
+
+
+def test_datanodes_follow_when_the_replication_of_a_file_changes(
+    cluster: MiniCluster, store: HdfsStore
+) -> None:
+    path = put(store, b"x" * 1000, FileOptions(replication=1))
+
+    def lies_on(datanodes: int) -> bool:
+        told = store.locate(path).spans[0].replicas
+        return len(told) == len(cluster.replica_files(f"{store.url}/{path}")) == datanodes
+
+    for replication in (2, 1):
+        store.adjust(path, FileOptions(replication=replication))
+        eventually(partial(lies_on, replication))
+    assert get(store, path) == b"x" * 1000
+
+
+def test_a_cluster_with_block_tokens_is_read_directly(token_cluster: MiniCluster) -> None:
+    with opened(token_cluster) as store:
+        store.init()
+        path = put(store, b"x" * 1000)
+        location = store.locate(path)
+        for replica in (None, location.spans[0].replicas[0]):
+            out = bytearray(1000)
+            served = store.read(location, [Read(0, memoryview(out))], replica=replica)
+            assert served.path == ReadPath.DIRECT
+            assert out == b"x" * 1000
+
+
+def test_a_file_that_was_deleted_can_in_the_end_no_longer_be_read(store: HdfsStore) -> None:
+    path = put(store, b"x" * 1000)
+    location = store.locate(path)
+    store.delete(path)
+
+    def is_gone() -> bool:
+        out = bytearray(1000)
+        try:
+            store.read(location, [Read(0, memoryview(out))])
+        except (FileMissing, StaleLocation):
+            return True
+        except DataNodeFailed:  # it is about to remove its copy
+            return False
+        assert out == b"x" * 1000
+        return False
+
+    eventually(is_gone)
 
 
 def test_two_users_of_a_group_work_in_each_others_folders(cluster: MiniCluster) -> None:

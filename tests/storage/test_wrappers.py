@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,15 +18,25 @@ from weightyard.errors import (
     StaleLocation,
     StoreUnavailable,
 )
+from weightyard.format.dtypes import DType
+from weightyard.format.splitting import StateTensor, split_state
 from weightyard.names import PackId, UploadId
+from weightyard.settings import Settings
 from weightyard.storage import layout, retry
 from weightyard.storage.cancel import Cancel
+from weightyard.storage.deadline import Deadline
 from weightyard.storage.limit import AdaptiveLimit, LimitedStore, Rate
 from weightyard.storage.local import LocalStore
+from weightyard.storage.opening import folder_of, open_store
 from weightyard.storage.retry import Retry, RetryingStore
 from weightyard.storage.store import Location, Read, Replica, Served, Store
 from weightyard.testing.faults import Fault, FaultyStore
 from weightyard.testing.store_contract import StoreContract, files_of, get, put, stage
+from weightyard.transfer.catalogue import MemoryCatalogue
+from weightyard.transfer.plan import Wanted
+from weightyard.transfer.reader import Reader
+from weightyard.transfer.source import MemorySource
+from weightyard.transfer.writer import Content, Writer
 
 LIMIT_S = 60.0
 QUICK = Retry(deadline_s=LIMIT_S, first_wait_s=0.001, longest_wait_s=0.002)
@@ -41,7 +52,14 @@ class TestRetryingStore(StoreContract):
 class TestLimitedStore(StoreContract):
     @pytest.fixture
     def store(self, tmp_path: Path) -> Iterator[Store]:
-        with LimitedStore(LocalStore(tmp_path / "yard"), bytes_per_s=1e9) as store:
+        with LimitedStore(LocalStore(tmp_path / "yard"), rate=Rate(1e9)) as store:
+            yield store
+
+
+class TestStoreOpenedWithARate(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        with open_store(str(tmp_path / "yard"), Settings(max_rate=10**10)) as store:
             yield store
 
 
@@ -142,18 +160,9 @@ class _OneAnswer(FaultyStore):
         super().__init__(store)
         self._errors = list(errors)
 
-    def read(
-        self,
-        location: Location,
-        reads: Sequence[Read],
-        *,
-        replica: Replica | None = None,
-        timeout_s: float | None = None,
-        cancel: Cancel | None = None,
-    ) -> Served:
+    def before_read(self, *_: object) -> None:
         if self._errors:
             raise self._errors.pop(0)
-        return super().read(location, reads, replica=replica, timeout_s=timeout_s, cancel=cancel)
 
 
 def test_a_stale_location_is_looked_up_once_more(tmp_path: Path) -> None:
@@ -215,7 +224,7 @@ def test_the_failure_of_a_replica_the_caller_named_is_the_callers(tmp_path: Path
 def test_a_rate_is_held_over_a_longer_while() -> None:
     now = 0.0
 
-    def sleep(seconds: float) -> None:
+    def sleep(seconds: float, cancel: Cancel | None, doing: str) -> None:
         nonlocal now
         now += seconds
 
@@ -223,6 +232,98 @@ def test_a_rate_is_held_over_a_longer_while() -> None:
     for _ in range(50):
         rate.spend(100)
     assert now == pytest.approx(4.9)
+
+
+def test_who_cannot_have_a_share_of_the_rate_in_time_is_told_at_once_and_spends_nothing() -> None:
+    slept_s: list[float] = []
+    rate = Rate(1.0, clock=lambda: 0.0, sleep=lambda seconds, *_: slept_s.append(seconds))
+    rate.spend(1000)
+    with pytest.raises(DeadlineExceeded, match=r"1000\.0 s"):
+        rate.spend(50, Deadline.after(LIMIT_S))
+    rate.spend(1, Deadline.after(2000))
+    assert slept_s == [1000.0]
+
+
+def test_a_read_that_waits_for_its_share_of_the_rate_can_be_cancelled(tmp_path: Path) -> None:
+    inner = LocalStore(tmp_path)
+    inner.init()
+    location = inner.locate(put(inner, b"abc"))
+    rate, cancel = Rate(1.0), Cancel()
+    rate.spend(10**6)
+    free_at = rate._free_at
+    later = threading.Timer(0.1, cancel.cancel)
+    later.start()
+    began = time.monotonic()
+    with LimitedStore(inner, rate=rate) as store, pytest.raises(Cancelled):
+        store.read(location, [Read(0, memoryview(bytearray(3)))], cancel=cancel)
+    assert time.monotonic() - began < LIMIT_S / 2
+    assert rate._free_at == pytest.approx(free_at), "what was not read is not owed"
+    later.join()
+
+
+def test_waiting_for_a_share_of_the_rate_is_not_a_stores_slowness(tmp_path: Path) -> None:
+    inner = LocalStore(tmp_path)
+    inner.init()
+    location = inner.locate(put(inner, b"abc"))
+    slept_s: list[float] = []
+    rate = Rate(1.0, clock=lambda: 0.0, sleep=lambda seconds, *_: slept_s.append(seconds))
+    rate.spend(1000)
+    out = bytearray(3)
+    with LimitedStore(inner, rate=rate) as store:
+        store.read(location, [Read(0, memoryview(out))], timeout_s=LIMIT_S)
+    assert (out, slept_s) == (b"abc", [1000.0])
+
+
+def test_who_waits_for_the_rate_takes_no_place_from_others(tmp_path: Path) -> None:
+    inner = LocalStore(tmp_path)
+    inner.init()
+    location = inner.locate(put(inner, b"abc"))
+    limit = AdaptiveLimit(first=2, lowest=2, highest=2)
+
+    def sleep(seconds: float, cancel: Cancel | None, doing: str) -> None:
+        with limit.transfer(1, timeout_s=0.01), limit.transfer(1, timeout_s=0.01):
+            pass
+
+    rate = Rate(1.0, clock=lambda: 0.0, sleep=sleep)
+    rate.spend(1000)
+    with LimitedStore(inner, reads=limit, rate=rate) as store:
+        store.read(location, [Read(0, memoryview(bytearray(3)))])
+
+
+def test_writes_and_what_a_reader_reads_are_held_to_the_rate_that_was_set(tmp_path: Path) -> None:
+    """Once nothing is owed, each call waits for what those before it moved."""
+    rate, size = 8 << 20, 1 << 20
+    with open_store(str(tmp_path), Settings(max_rate=rate)) as store:
+        store.init()
+        catalogue = MemoryCatalogue()
+        content = [random.Random(seed).randbytes(size) for seed in range(4)]
+        tensors = [StateTensor(f"t{seed}", DType.U8, (size,)) for seed in range(4)]
+        began = time.monotonic()
+        (ids,) = Writer(store, catalogue.upload()).write(
+            [Content(split_state(tensors, size), [MemorySource(data) for data in content])]
+        )
+        written_s = time.monotonic() - began
+        for _ in range(2):
+            out = [bytearray(size) for _ in ids]
+            wanted = [Wanted(id_, 0, memoryview(into)) for id_, into in zip(ids, out, strict=True)]
+            Reader(store, catalogue).read(wanted)
+            assert out == content
+        read_s = time.monotonic() - began
+    assert written_s > 3 * size / rate
+    assert read_s > (4 + 4) * size / rate, "the last read may be owed"
+
+
+def test_all_stores_of_a_process_share_the_rate(tmp_path: Path) -> None:
+    settings = Settings(max_rate=12_345)
+    opened = [open_store(str(tmp_path / name), settings) for name in "ab"]
+    assert all(isinstance(store, LimitedStore) for store in opened)
+    assert len({id(store._rate) for store in opened if isinstance(store, LimitedStore)}) == 1
+    assert not isinstance(open_store(str(tmp_path)), LimitedStore)
+
+
+def test_a_folder_with_a_rate_is_still_a_folder_of_this_machine(tmp_path: Path) -> None:
+    assert folder_of(open_store(str(tmp_path), Settings(max_rate=1))) == tmp_path
+    assert folder_of(FaultyStore(LocalStore(tmp_path))) is None
 
 
 def test_no_more_transfers_run_at_once_than_the_limit(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from weightyard.errors import (
     DataNodeFailed,
     FileMissing,
     PackInvalid,
-    Retryable,
+    ReplicasDamaged,
     StaleLocation,
     StoreUnavailable,
     UnderReplicated,
@@ -36,6 +36,7 @@ from weightyard.names import BlockId, PackId
 from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.cancel import Cancel
+from weightyard.storage.hdfs.store import HdfsStore
 from weightyard.storage.local import LocalStore
 from weightyard.storage.opening import open_store
 from weightyard.storage.store import (
@@ -213,6 +214,28 @@ def test_a_block_whose_pack_was_cut_short_comes_from_another_pack(
     yard.catalogue.add_pack(other.pack, other.placements)
     assert read().looked_up_again == 1
     assert out == yard.blocks
+
+
+class Rotten(FaultyStore):
+    """Says of one file what HDFS says of one whose replicas are all damaged."""
+
+    rotten: StorePath | None = None
+
+    def before_read(self, location: Location, *_: object) -> None:
+        if location.path == self.rotten:
+            raise ReplicasDamaged(f"{location.path}: none passes HDFS's checksums")
+
+
+def test_a_block_whose_replicas_are_all_damaged_comes_from_another_pack(tmp_path: Path) -> None:
+    store = Rotten(LocalStore(tmp_path))
+    store.init()
+    yard, other = Yard(store, "weights"), Yard(store, "weights")
+    store.rotten = layout.pack(yard.pack)
+    with pytest.raises(ReplicasDamaged, match=yard.pack.hex):
+        yard.read_all()
+    yard.catalogue.add_pack(other.pack, other.placements)
+    assert yard.read_all() == yard.blocks
+    assert yard.report.looked_up_again == 1
 
 
 def test_a_pack_that_was_lost_keeps_no_memory_of_the_read_that_found_another(
@@ -404,10 +427,10 @@ def test_all_replicas_damaged_is_an_error_never_a_tensor(
     ("way", "error"),
     [
         (ReadPath.DIRECT, BlockCorrupt),
-        # HDFS's clients look for a good replica again and again, then say that they got none.
-        (ReadPath.NATIVE, StoreUnavailable),
-        pytest.param(ReadPath.WEBHDFS, Retryable, marks=pytest.mark.long),
-        pytest.param(ReadPath.LIBHDFS, Retryable, marks=pytest.mark.long),
+        (ReadPath.NATIVE, ReplicasDamaged),
+        # Java's client looks for a good replica again and again before it says that it got none.
+        pytest.param(ReadPath.WEBHDFS, ReplicasDamaged, marks=pytest.mark.long),
+        pytest.param(ReadPath.LIBHDFS, ReplicasDamaged, marks=pytest.mark.long),
     ],
 )
 def test_damage_that_hdfs_sees_is_an_error_never_a_tensor(
@@ -421,6 +444,25 @@ def test_damage_that_hdfs_sees_is_an_error_never_a_tensor(
     _damage_all(cluster, hdfs_yard, hide=False)
     with only_way(hdfs_yard.store.url) as hdfs_yard.store, pytest.raises(error):
         hdfs_yard.read_all()
+
+
+@pytest.mark.cluster
+def test_a_replica_whose_datanode_is_dead_is_not_called_damaged(cluster: MiniCluster) -> None:
+    settings = Settings(hadoop_conf_dir=cluster.conf_dir)
+    with open_store(cluster.fresh_dir(), settings) as store:
+        store.init()
+        yard = Yard(store, "weights", WriteOptions(replication=1, min_replicas=1))
+    ((holder,),) = cluster.replicas(_hdfs_path(yard))
+    holder.kill()
+    try:
+        for way in (ReadPath.NATIVE, ReadPath.WEBHDFS):
+            with (
+                HdfsStore(store.url, settings, read_paths=[way]) as yard.store,
+                pytest.raises(StoreUnavailable),
+            ):
+                yard.read_all()
+    finally:
+        cluster.restart(holder)
 
 
 def _damage_all(cluster: MiniCluster, yard: Yard, *, hide: bool) -> None:

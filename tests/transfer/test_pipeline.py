@@ -5,32 +5,18 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-from strategies import content
+from filled import Filled
 
-from weightyard.format.block import KIB, MIB
-from weightyard.format.dtypes import DType
-from weightyard.format.splitting import StateTensor, split_state
-from weightyard.names import BlockId
 from weightyard.storage.cancel import Cancel
-from weightyard.storage.local import LocalStore
 from weightyard.storage.store import Location, Read, Replica, Served, Store
 from weightyard.testing.faults import FaultyStore
 from weightyard.transfer import fetching
-from weightyard.transfer.catalogue import MemoryCatalogue
-from weightyard.transfer.learned import Learned
 from weightyard.transfer.pipeline import how_many_more
-from weightyard.transfer.plan import Wanted
-from weightyard.transfer.reader import Reader
-from weightyard.transfer.source import MemorySource
-from weightyard.transfer.writer import Content, WriteOptions, Writer
 
 LIMIT_S = 60.0
-BLOCK_BYTES = 64 * KIB
-"""The least that has a block of its own."""
 BLOCKS = 96
 
 
@@ -109,29 +95,7 @@ class MeetingStore(FaultyStore):
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Filled:
-    return Filled(tmp_path_factory.mktemp("store"))
-
-
-class Filled:
-    """A store with many small blocks, each in a pack of its own: each is a read of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.store = LocalStore(folder)
-        self.store.init()
-        self.catalogue = MemoryCatalogue()
-        data = [content(BLOCK_BYTES, "weights", seed) for seed in range(BLOCKS)]
-        tensors = [StateTensor(f"t{i:02}", DType.BF16, (BLOCK_BYTES // 2,)) for i in range(BLOCKS)]
-        writer = Writer(self.store, self.catalogue.upload(), WriteOptions(pack_bytes=BLOCK_BYTES))
-        sources = [MemorySource(one) for one in data]
-        (ids,) = writer.write([Content(split_state(tensors, MIB), sources)])
-        self.blocks: dict[BlockId, bytes] = dict(zip(ids, data, strict=True))
-        assert len(self.catalogue.packs) == BLOCKS
-
-    def read_all(self, store: Store, **how: Any) -> None:
-        out = {block: bytearray(BLOCK_BYTES) for block in self.blocks}
-        reader = Reader(store, self.catalogue, learned=Learned(), **how)
-        reader.read(Wanted(block, 0, memoryview(into)) for block, into in out.items())
-        assert out == self.blocks
+    return Filled(tmp_path_factory.mktemp("store"), BLOCKS)
 
 
 @pytest.mark.parametrize("threads", [2, 6, 32])
@@ -154,7 +118,7 @@ def test_so_many_runs_are_decoded_at_once_as_there_are_cores_and_no_more(
         with meeting.inside():
             return decode_run(*arguments)
 
-    monkeypatch.setattr("weightyard.transfer.pipeline.cores", lambda: cores)
+    monkeypatch.setattr("weightyard.transfer.reader.cores", lambda: cores)
     monkeypatch.setattr(fetching, "decode_run", decode)
     filled.read_all(filled.store)
     assert meeting.most == cores

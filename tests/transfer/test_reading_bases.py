@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from replicated import Replicated
 from strategies import content
 
 from weightyard.codec import Encoded, encode, encode_delta
-from weightyard.errors import BlockCorrupt, Cancelled, DataNodeFailed
+from weightyard.errors import BlockCorrupt, Cancelled, DataNodeFailed, ReplicasDamaged
 from weightyard.format.block import MIB, Codec, block_id
 from weightyard.format.pack import PACK_HEADER, PackBuilder, padding
 from weightyard.names import PackId, UploadId
 from weightyard.storage import layout
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.local import LocalStore
-from weightyard.storage.store import Location, Read, Replica, Served, Store
-from weightyard.testing.faults import FaultyStore
+from weightyard.storage.store import Location, Read, Replica, Store
 from weightyard.transfer.catalogue import MemoryCatalogue
 from weightyard.transfer.hedging import ENOUGH_SAMPLES, HedgeBudget
 from weightyard.transfer.learned import Learned
@@ -32,28 +31,27 @@ LONG_S = 3600.0
 FIRST, SECOND = Replica("first:9866", "first"), Replica("second:9866", "second")
 
 
-class TwoReplicas(FaultyStore):
-    """Every file on two DataNodes, of which the first can be told to fail or hang by pack."""
+class TwoReplicas(Replicated):
+    """Every file on two DataNodes, of which the first can be told to fail or hang by pack.
+
+    `refused`: packs of which no replica passes HDFS's checksums.
+    """
 
     def __init__(self, store: Store) -> None:
-        super().__init__(store)
+        super().__init__(store, FIRST, SECOND)
         self.failing: set[PackId] = set()
         self.hanging: set[PackId] = set()
+        self.refused: set[PackId] = set()
 
-    def locate(self, path: layout.StorePath) -> Location:
-        found = super().locate(path)
-        spans = tuple(replace(span, replicas=(FIRST, SECOND)) for span in found.spans)
-        return replace(found, spans=spans)
-
-    def read(
+    def before_read(
         self,
         location: Location,
         reads: Sequence[Read],
-        *,
-        replica: Replica | None = None,
-        timeout_s: float | None = None,
-        cancel: Cancel | None = None,
-    ) -> Served:
+        replica: Replica | None,
+        cancel: Cancel | None,
+    ) -> None:
+        if location.path in map(layout.pack, self.refused):
+            raise ReplicasDamaged(f"{location.path}: injected")
         if replica == FIRST and location.path in map(layout.pack, self.failing):
             raise DataNodeFailed(FIRST.datanode, "injected")
         if replica == FIRST and location.path in map(layout.pack, self.hanging):
@@ -62,8 +60,6 @@ class TwoReplicas(FaultyStore):
             with cancel.ending(ended.set, "hanging"):
                 assert ended.wait(60), "nobody asked the other replica"
             raise Cancelled("ended")
-        served = super().read(location, reads, replica=None, timeout_s=timeout_s, cancel=cancel)
-        return replace(served, replica=replica)
 
 
 class World:
@@ -184,4 +180,14 @@ def test_a_base_that_is_damaged_in_one_pack_comes_from_another(world: World) -> 
         if pack != used:
             world.damage(pack)
     with pytest.raises(BlockCorrupt):
+        world.read()
+
+
+def test_a_base_whose_replicas_are_all_damaged_comes_from_another_pack(world: World) -> None:
+    world.store.refused.add(world.used_base())
+    out, report = world.read()
+    assert out == world.data
+    assert report.looked_up_again == 0
+    world.store.refused.update(world.bases)
+    with pytest.raises(ReplicasDamaged):
         world.read()

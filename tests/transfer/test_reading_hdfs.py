@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -45,6 +46,12 @@ BLOCKS = 24
 LIMIT_S = 60.0
 AT_ONCE_S = 15.0
 """Long for a busy machine, and half of what a read takes that nobody ends: the store's deadline."""
+SPREAD_READS = 8
+"""A busy machine may have one DataNode look slower than the other, for a while."""
+TRIES = 3
+"""In one of them at least, nothing else keeps this machine from what is promised."""
+PROMISED_S = 3.0
+"""What the death of a replica adds to a load."""
 BUSY_S = 8.0
 """What a busy machine may add to a time that is promised."""
 ADDED_S = STALL_S + BUSY_S
@@ -170,11 +177,17 @@ def test_reads_go_to_the_readers_own_rack(kept: Kept, patient: Store) -> None:
 
 def test_reads_spread_over_equally_near_replicas(kept: Kept, patient: Store) -> None:
     reading = Reading(kept, "/rack-a", unhedged(), store=patient)
-    report = reading.read()
     far = kept.datanode("/rack-b").plan.address
     near = {one.plan.address for one in kept.cluster.datanodes} - {far}
-    assert set(report.by_datanode) == near
-    assert report.by_distance == {Distance.SAME_RACK: report.stored_bytes}
+    served: Counter[str] = Counter()
+    for _ in range(SPREAD_READS):
+        report = reading.read()
+        assert set(report.by_datanode) == near
+        assert report.by_distance == {Distance.SAME_RACK: report.stored_bytes}
+        served += report.by_datanode
+        if min(served.values()) >= served.total() / 4:
+            break
+    assert min(served.values()) >= served.total() / 4, "each has at least a quarter"
 
 
 def test_without_a_place_all_replicas_are_equally_near(kept: Kept, patient: Store) -> None:
@@ -214,6 +227,16 @@ def test_reads_leave_a_stopped_datanode_and_come_back_to_it(kept: Kept) -> None:
 
 @pytest.mark.parametrize("end", ["killed", "stopped"])
 def test_a_datanode_that_ends_in_the_middle_costs_little_and_no_byte(kept: Kept, end: str) -> None:
+    added_s = []
+    while len(added_s) < TRIES and (not added_s or added_s[-1] >= PROMISED_S):
+        usual_s, took_s = _ended_in_the_middle(kept, end)
+        assert took_s < usual_s * 2 + ADDED_S
+        added_s.append(took_s - usual_s)
+    assert added_s[-1] < PROMISED_S, f"in one of {TRIES} tries: {added_s}"
+
+
+def _ended_in_the_middle(kept: Kept, end: str) -> tuple[float, float]:
+    """How long a read takes, and one during which the nearest DataNode ends."""
     near = kept.datanode("/rack-b")
     reading = Reading(kept, "/rack-b", Learned(), threads=2)
     reading.read()
@@ -235,9 +258,9 @@ def test_a_datanode_that_ends_in_the_middle_costs_little_and_no_byte(kept: Kept,
         else:
             near.resume()
             kept.cluster.wait_until_live(near)
-    assert took_s < usual_s * 2 + ADDED_S
     assert report.by_distance[Distance.OTHER_RACK] > 0
     assert report.failed_over + report.hedges_won >= 1
+    return usual_s, took_s
 
 
 def test_a_slow_read_is_hedged_and_the_quicker_replica_wins(kept: Kept, patient: Store) -> None:

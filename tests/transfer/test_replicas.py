@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+from waiting import SOON_S
 
 from weightyard.storage.store import Replica
 from weightyard.transfer.estimates import FIRST_PENALTY_S, LONGEST_PENALTY_S, Begun, Estimates
@@ -211,3 +217,72 @@ def test_the_readers_place_is_found_by_a_datanode_on_its_host() -> None:
     assert whereabouts.place([A1, own]) == Place("/rack-c", "node7")
     assert whereabouts.place([A1]) == Place("/rack-c", "node7"), "it does not move"
     assert whereabouts.place([A1], "/rack-b") == Place("/rack-b", "node7"), "told is told"
+
+
+@pytest.mark.parametrize(
+    ("own", "told", "is_here"),
+    [
+        ("node7", "node7", True),
+        ("node7.example.org", "node7", True),
+        ("node7", "node7.example.org", True),
+        ("Node7", "NODE7.example.org", True),
+        ("node7.example.org", "node7.example.org", True),
+        ("node7.example.org", "node7.example.com", False),
+        ("node7", "node70", False),
+        ("node7", "node7-b.example.org", False),
+        ("203", "203.0.113.7", False),
+    ],
+)
+def test_the_readers_place_is_found_by_its_name_with_a_domain_or_without(
+    monkeypatch: pytest.MonkeyPatch, own: str, told: str, is_here: bool
+) -> None:
+    monkeypatch.setattr("socket.gethostname", lambda: own)
+    replica = Replica("203.0.113.7:9866", told, "/rack-c")
+    assert Whereabouts().place([replica]) == (Place("/rack-c", told) if is_here else Place())
+
+
+READS_FROM = """
+import sys
+from dataclasses import replace
+from pathlib import Path
+from weightyard.format.block import MIB
+from weightyard.format.dtypes import DType
+from weightyard.format.splitting import StateTensor, split_state
+from weightyard.storage.local import LocalStore
+from weightyard.storage.store import Replica
+from weightyard.transfer.catalogue import MemoryCatalogue
+from weightyard.transfer.plan import Wanted
+from weightyard.transfer.reader import Reader
+from weightyard.transfer.source import MemorySource
+from weightyard.transfer.writer import Content, Writer
+
+class ThreeRacks(LocalStore):
+    def locate(self, path):
+        found = super().locate(path)
+        there = tuple(Replica(f"203.0.113.{i}:9866", f"n{i}", f"/rack-{i}") for i in (1, 2, 3))
+        return replace(found, spans=tuple(replace(s, replicas=there) for s in found.spans))
+
+    def read(self, location, reads, *, replica=None, **how):
+        return replace(super().read(location, reads, **how), replica=replica)
+
+store = ThreeRacks(Path(sys.argv[1]))
+store.init()
+catalogue = MemoryCatalogue()
+split = split_state([StateTensor("t", DType.U8, (MIB,))], MIB)
+content = Content(split, [MemorySource(bytes(MIB))])
+((block,),) = Writer(store, catalogue.upload()).write([content])
+report = Reader(store, catalogue).read([Wanted(block, 0, memoryview(bytearray(MIB)))])
+print(*report.by_datanode, *report.by_distance)
+"""
+
+
+def test_the_readers_place_is_what_the_environment_says(tmp_path: Path) -> None:
+    said = subprocess.run(
+        [sys.executable, "-c", READS_FROM, tmp_path],
+        env=os.environ | {"WEIGHTYARD_LOCATION": "/rack-3"},
+        capture_output=True,
+        text=True,
+        timeout=SOON_S,
+        check=True,
+    ).stdout
+    assert said.split() == ["203.0.113.3:9866", "same-rack"]

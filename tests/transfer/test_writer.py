@@ -318,6 +318,23 @@ def test_the_next_pack_is_begun_when_the_next_block_does_not_fit(store: Store) -
     ]
 
 
+@pytest.mark.parametrize("lanes", [2, 3])
+def test_as_many_packs_are_in_flight_as_there_are_lanes(store: Store, lanes: int) -> None:
+    meeting = threading.Barrier(lanes, timeout=SOON_S)
+
+    def wait_for_the_others(index: int, call: str) -> None:
+        if call == "close":  # none is, before all are written
+            meeting.wait()
+
+    catalogue, raws = MemoryCatalogue(), data(3 * lanes, "noise")
+    options = WriteOptions(pack_bytes=4 * MIB, lanes=lanes)  # three blocks fill a pack
+    meeting_store = FaultyStore(store, on_call=wait_for_the_others)
+    writer = Writer(meeting_store, catalogue.upload(), options)
+    (blocks,) = writer.write(contents([MemorySource(raw) for raw in raws]))
+    assert writer.report.packs_written == lanes
+    assert read_back(store, catalogue, blocks) == raws
+
+
 def test_after_a_failure_whole_packs_stay_and_no_thread_is_left(store: Store) -> None:
     clean = FaultyStore(store)
     sources = [MemorySource(raw) for raw in data(12, "noise")]

@@ -360,6 +360,9 @@ def _decompress(stored: memoryview) -> bytes:
         frame = zstandard.get_frame_parameters(stored)
         if not 0 < frame.content_size <= MAX_JSON_BYTES:  # unknown is 2^64 - 1
             raise ManifestInvalid(f"manifest: its content must be 1 to {MAX_JSON_BYTES} bytes")
+        # Decompressed in one go it needs no window, so zstd itself does not mind how large it is.
+        if frame.window_size > MAX_JSON_BYTES:
+            raise ManifestInvalid(f"manifest: its frame wants a window of {frame.window_size}")
         text: bytes = zstandard.ZstdDecompressor(max_window_size=MAX_JSON_BYTES).decompress(
             stored, allow_extra_data=False
         )

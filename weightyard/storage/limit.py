@@ -13,6 +13,7 @@ from typing_extensions import Buffer
 
 from weightyard.errors import DeadlineExceeded, Retryable, StaleLocation
 from weightyard.storage.cancel import Cancel, ended_by
+from weightyard.storage.deadline import NEVER, Deadline
 from weightyard.storage.store import (
     FileOptions,
     FileStat,
@@ -28,14 +29,23 @@ from weightyard.storage.store import (
 )
 
 
+def _sleep(seconds: float, cancel: Cancel | None, doing: str) -> None:
+    """Raises Cancelled as soon as it is."""
+    is_over = threading.Event()
+    with ended_by(cancel, is_over.set, doing):
+        is_over.wait(seconds)
+    if cancel is not None:
+        cancel.check(doing)
+
+
 class Rate:
-    """At most so many bytes a second, over any longer while; waits as long as needed."""
+    """At most so many bytes a second, over any longer while. Thread-safe."""
 
     def __init__(
         self,
         bytes_per_s: float,
         clock: Callable[[], float] = time.monotonic,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float, Cancel | None, str], None] = _sleep,
     ) -> None:
         self._bytes_per_s = bytes_per_s
         self._clock = clock
@@ -43,14 +53,29 @@ class Rate:
         self._lock = threading.Lock()
         self._free_at = clock()
 
-    def spend(self, amount: int) -> None:
-        """Return when the bytes spent before are paid for; then these are owed."""
+    def spend(self, amount: int, deadline: Deadline = NEVER) -> None:
+        """Return when the bytes spent before are paid for; then these are owed.
+
+        Raises DeadlineExceeded, at once if they will not be paid for in time, and Cancelled. Then
+        nothing was spent.
+        """
+        doing = f"waiting for a share of {self._bytes_per_s:.0f} bytes a second"
+        left_s = deadline.left(doing)
+        cost_s = amount / self._bytes_per_s
         with self._lock:
             now = self._clock()
             wait_s = self._free_at - now
-            self._free_at = max(now, self._free_at) + amount / self._bytes_per_s
-        if wait_s > 0:
-            self._sleep(wait_s)
+            if wait_s > left_s:
+                raise DeadlineExceeded(f"{wait_s:.1f} s of {doing}, and {left_s:.1f} s are left")
+            self._free_at = max(now, self._free_at) + cost_s
+        if wait_s <= 0:
+            return
+        try:
+            self._sleep(wait_s, deadline.cancel, doing)
+        except BaseException:
+            with self._lock:
+                self._free_at -= cost_s
+            raise
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,7 +210,12 @@ class AdaptiveLimit:
 
 
 class LimitedStore(Store):
-    """A store that moves bytes within a rate and a concurrency; other calls pass unchanged."""
+    """A store that moves bytes within a rate and a concurrency; other calls pass unchanged.
+
+    How long a read waits for its share of the rate is no part of its `timeout_s`, which is for a
+    store that is slow: many reads that begin together would fail for no other reason than that the
+    last of them has to wait for the others. `cancel` ends the wait.
+    """
 
     def __init__(
         self,
@@ -193,32 +223,33 @@ class LimitedStore(Store):
         *,
         reads: AdaptiveLimit | None = None,
         writes: AdaptiveLimit | None = None,
-        bytes_per_s: float | None = None,
+        rate: Rate | None = None,
     ) -> None:
-        self._store = store
+        self.store = store
+        """The one that is limited."""
         self._reads = reads or AdaptiveLimit()
         self._writes = writes or AdaptiveLimit()
-        self._rate = Rate(bytes_per_s) if bytes_per_s is not None else None
+        self._rate = rate
         self.url = store.url
         self.replicates = store.replicates
 
     def init(self, ownership: Ownership | None = None) -> None:
-        self._store.init(ownership)
+        self.store.init(ownership)
 
     def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
-        return _LimitedStage(self._store.stage(path, options), self._writes, self._rate)
+        return _LimitedStage(self.store.stage(path, options), self._writes, self._rate)
 
     def publish(self, staged: StagedFile, path: StorePath) -> None:
-        self._store.publish(staged, path)
+        self.store.publish(staged, path)
 
     def stat(self, path: StorePath) -> FileStat:
-        return self._store.stat(path)
+        return self.store.stat(path)
 
     def list(self, folder: StorePath) -> Iterator[FileStat]:
-        return self._store.list(folder)
+        return self.store.list(folder)
 
     def locate(self, path: StorePath) -> Location:
-        return self._store.locate(path)
+        return self.store.locate(path)
 
     def read(
         self,
@@ -231,18 +262,18 @@ class LimitedStore(Store):
     ) -> Served:
         amount = sum(len(wanted.into) for wanted in reads)
         with _moving(amount, self._reads, self._rate, timeout_s, cancel):
-            return self._store.read(
+            return self.store.read(
                 location, reads, replica=replica, timeout_s=timeout_s, cancel=cancel
             )
 
     def delete(self, path: StorePath) -> bool:
-        return self._store.delete(path)
+        return self.store.delete(path)
 
     def adjust(self, path: StorePath, options: FileOptions) -> None:
-        self._store.adjust(path, options)
+        self.store.adjust(path, options)
 
     def close(self) -> None:
-        self._store.close()
+        self.store.close()
 
 
 class _LimitedStage(Stage):
@@ -270,8 +301,11 @@ def _moving(
     timeout_s: float | None = None,
     cancel: Cancel | None = None,
 ) -> Iterator[None]:
-    """Inside, so many bytes are moved within the limits."""
+    """Inside, so many bytes are moved within the limits.
+
+    The rate goes first: whoever waits for it takes no place from those who need not.
+    """
+    if rate is not None:
+        rate.spend(amount, Deadline.after(None, cancel))
     with limit.transfer(amount, timeout_s, cancel):
-        if rate is not None:
-            rate.spend(amount)
         yield

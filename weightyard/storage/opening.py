@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 from weightyard.errors import BadSetting
 from weightyard.settings import Settings
+from weightyard.storage.limit import LimitedStore, Rate
 from weightyard.storage.local import LocalStore
 from weightyard.storage.retry import Retry, RetryingStore
 from weightyard.storage.store import Store
@@ -29,12 +31,33 @@ def open_store(
     """The store at a folder's path, `file://…`, `hdfs://…` or `viewfs://…`.
 
     Without a URL: what WEIGHTYARD_STORE says, else the folder `store` below WEIGHTYARD_HOME.
-    A store that is not `patient` tries nothing twice. `locator`: whom to ask where files of an
-    HDFS lie, instead of its NameNode.
+    A store that is not `patient` tries nothing twice. All keep to WEIGHTYARD_MAX_RATE. `locator`:
+    whom to ask where files of an HDFS lie, instead of its NameNode.
     Raises BadSetting for a URL it cannot make sense of.
     """
     settings = settings or Settings()
-    url = url or settings.store or str(settings.home / "store")
+    store = _opened(url or settings.store or str(settings.home / "store"), settings, locator)
+    if patient and folder_of(store) is None:
+        store = RetryingStore(store, Retry(settings.deadline_s))
+    if settings.max_rate is not None:
+        store = LimitedStore(store, rate=_rate_of(settings.max_rate))
+    return store
+
+
+def folder_of(store: Store) -> Path | None:
+    """The folder of this machine that a store is; None: it is elsewhere."""
+    if isinstance(store, LimitedStore):
+        return folder_of(store.store)
+    return store.folder if isinstance(store, LocalStore) else None
+
+
+@functools.cache
+def _rate_of(bytes_per_s: int) -> Rate:
+    """All stores of this process share what it may use."""
+    return Rate(bytes_per_s)
+
+
+def _opened(url: str, settings: Settings, locator: Locator | None) -> Store:
     scheme = _SCHEME.match(url)
     match scheme and scheme[1].lower():
         case None:
@@ -47,7 +70,6 @@ def open_store(
         case "hdfs" | "viewfs":
             from weightyard.storage.hdfs.store import HdfsStore  # its clients are slow to import
 
-            store = HdfsStore(url, settings, locator=locator)
-            return RetryingStore(store, Retry(settings.deadline_s)) if patient else store
+            return HdfsStore(url, settings, locator=locator)
         case other:
             raise BadSetting(f"{url}: {other}:// is not a store; use a folder, file:// or hdfs://")

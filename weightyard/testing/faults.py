@@ -99,12 +99,22 @@ class FaultyStore(Store):
         timeout_s: float | None = None,
         cancel: Cancel | None = None,
     ) -> Served:
+        self.before_read(location, reads, replica, cancel)
         return self.call(
             "read",
             lambda: self._store.read(
                 location, reads, replica=replica, timeout_s=timeout_s, cancel=cancel
             ),
         )
+
+    def before_read(
+        self,
+        location: Location,
+        reads: Sequence[Read],
+        replica: Replica | None,
+        cancel: Cancel | None,
+    ) -> None:
+        """What is to happen before a read is served, and counted; may raise. Tests override it."""
 
     def delete(self, path: StorePath) -> bool:
         return self.call("delete", lambda: self._store.delete(path))

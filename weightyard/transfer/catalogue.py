@@ -158,8 +158,13 @@ class Catalogue(Placements, Protocol):
         A service tells its store; where this is a registry, who asked does.
         """
 
-    def annotate(self, ref: Ref, changes: Mapping[str, Any]) -> Version:
-        """Change a version's message, metrics, tags or metadata. Raises NoSuchThing."""
+    def annotate(
+        self, ref: Ref, changes: Mapping[str, Any], *, expect: str | None = None
+    ) -> Version:
+        """Change a version's message, metrics, tags or metadata. Raises NoSuchThing.
+
+        With `expect`, only if its `etag` is this one. Raises Changed.
+        """
 
     def remove(self, ref: Ref, *, reason: str = "") -> Version:
         """Take a version out of sight. Raises NoSuchThing, Protected."""

@@ -14,6 +14,7 @@ from weightyard.errors import (
     DataNodeFailed,
     DeadlineExceeded,
     FileMissing,
+    ReplicasDamaged,
     Retryable,
     StaleLocation,
     YardError,
@@ -147,7 +148,7 @@ class Fetcher:
     def carry_out(self, job: Job) -> Carried:
         """Fill the buffers of a run, from whichever replica has its bytes right.
 
-        Raises what the last replica said if none has, FileMissing, Cancelled.
+        Raises what the last replica said if none has, FileMissing, ReplicasDamaged, Cancelled.
         """
         bases = self._fetch_bases(job)
         began = time.monotonic()
@@ -389,7 +390,7 @@ class Fetcher:
                     part = Job(run, scratch)
                     job.bases.append(part)
                     part.carried = self.carry_out(part)
-            except (FileMissing, BlockCorrupt) as why:
+            except (FileMissing, BlockCorrupt, ReplicasDamaged) as why:
                 lost |= {run.pack for run in runs}
                 if all(placement.pack in lost for placement in placements):
                     raise

@@ -66,9 +66,12 @@ def folder_contents(
 
 
 def split_sources(files: Iterable[tuple[FilePath, Source]], block_bytes: int) -> list[Content]:
-    """Files, wherever they are, split by what they are."""
+    """Files, wherever they are, split by what they are. Raises InvalidName."""
     return [
-        Content(split_file(path, source.length, source.read_at, block_bytes), [source])
+        Content(
+            split_file(FilePath.of_new(path.text), source.length, source.read_at, block_bytes),
+            [source],
+        )
         for path, source in files
     ]
 

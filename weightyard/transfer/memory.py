@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 
 import numpy as np
@@ -12,9 +13,15 @@ from weightyard.format.block import MIB
 class SpareMemory:
     """Buffers left over from one read, for the next one. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int | None = None) -> None:
+        """`most_bytes`: no more is kept while nothing is read; None: all that a read had."""
         self._lock = threading.Lock()
         self._buffers: list[np.ndarray] = []
+        self._most_bytes = most_bytes
+
+    def prepare(self, buffers: int, length: int) -> None:
+        """Have so many before anything is read; they are written to, so that pages are there."""
+        self.leave([np.full(_rounded(length), 0, np.uint8) for _ in range(buffers)])
 
     def take_all(self) -> list[np.ndarray]:
         with self._lock:
@@ -23,8 +30,14 @@ class SpareMemory:
 
     def leave(self, buffers: list[np.ndarray]) -> None:
         """Those of the read that ended last are kept, so there is never more than one's budget."""
+        kept: list[np.ndarray] = []
+        left = math.inf if self._most_bytes is None else self._most_bytes
+        for buffer in reversed(buffers):  # the one used last is the likeliest to fit again
+            if buffer.size <= left:
+                left -= buffer.size
+                kept.insert(0, buffer)
         with self._lock:
-            self._buffers = buffers
+            self._buffers = kept
 
 
 class HostMemory:

@@ -15,14 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 
-from weightyard.errors import BlockCorrupt, FileMissing, YardError
+from weightyard.errors import BlockCorrupt, FileMissing, ReplicasDamaged, YardError
 from weightyard.names import PackId
 from weightyard.storage import layout
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.limit import AdaptiveLimit
 from weightyard.storage.store import Location, Store
-from weightyard.transfer.decoding import cores
 from weightyard.transfer.fetching import Carried, Fetched, Fetcher, Job, without_frames
 from weightyard.transfer.hedging import Race
 from weightyard.transfer.learned import MOST_FETCHES, Learned
@@ -62,11 +61,15 @@ class Pipeline:
         stop: Cancel,
         deadline: Deadline,
         memory: HostMemory,
+        decoders: int,
         report: ReadReport,
         progress: Callable[[int], None] | None,
         on_event: OnEvent | None,
     ) -> None:
-        """`stop`: ends every read under way; `deadline` ends with it, or when its time is up."""
+        """`stop`: ends every read under way; `deadline` ends with it, or when its time is up.
+
+        `decoders`: how many threads decode.
+        """
         self._store = store
         self._learned = learned
         self._limit = limit
@@ -76,7 +79,8 @@ class Pipeline:
         self._report = report
         self._progress = progress
         self._on_event = on_event
-        self.decoders = ThreadPoolExecutor(cores(), "weightyard-decode")
+        self._decoding = decoders
+        self.decoders = ThreadPoolExecutor(decoders, "weightyard-decode")
         self._words: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._ready: deque[Job] = deque()
         self._waiting: dict[PackId, list[Job]] = {}
@@ -192,7 +196,7 @@ class Pipeline:
     def _admit(self) -> None:
         """Begin runs: as many as `how_many_more` says and the memory holds."""
         fetched = sum(job.is_fetched for job in self._fetching)
-        more = how_many_more(self._limit.limit, cores(), len(self._fetching), fetched)
+        more = how_many_more(self._limit.limit, self._decoding, len(self._fetching), fetched)
         for _ in range(min(more, len(self._ready))):
             job = self._ready[0]
             if not job.memory:
@@ -267,11 +271,11 @@ class Pipeline:
                 self._progress(job.run.raw_bytes)
 
     def _fail(self, job: Job, why: BaseException) -> None:
-        if not isinstance(why, FileMissing | BlockCorrupt):
+        if not isinstance(why, FileMissing | BlockCorrupt | ReplicasDamaged):
             raise why
         self._lose(job, why)
 
-    def _lose(self, job: Job, why: FileMissing | BlockCorrupt) -> None:
+    def _lose(self, job: Job, why: FileMissing | BlockCorrupt | ReplicasDamaged) -> None:
         self._learned.locations.drop(layout.pack(job.run.pack))
         self._lost.append((job.run, without_frames(why)))
         self._finish(job)

@@ -150,6 +150,11 @@ class Run:
         return sum(want.into.nbytes for read in self.reads for want in read.wanted)
 
     @property
+    def decoded_bytes(self) -> int:
+        """Raw bytes of its chunks, which are read and checked whole."""
+        return sum(read.raw_bytes for read in self.reads)
+
+    @property
     def stretches(self) -> tuple[Stretch, ...]:
         """What to receive where. Gaps between encoded blocks are received with them."""
         made: list[Stretch] = []

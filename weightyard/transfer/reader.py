@@ -22,6 +22,7 @@ from weightyard.storage.deadline import Deadline
 from weightyard.storage.limit import AdaptiveLimit
 from weightyard.storage.store import Location, Read, Replica, Store
 from weightyard.transfer.catalogue import Placements
+from weightyard.transfer.decoding import cores
 from weightyard.transfer.fetching import Choose, Fetcher
 from weightyard.transfer.learned import LEAST_FETCHES, Learned, learned_of
 from weightyard.transfer.memory import HostMemory, SpareMemory
@@ -74,19 +75,22 @@ class Reader:
         choose: Choose | None = None,
         timeout_s: float = 30.0,
         max_host_bytes: int = MAX_HOST_BYTES,
+        decoders: int | None = None,
         gap_bytes: int = GAP_BYTES,
         on_event: OnEvent | None = None,
         settings: Settings | None = None,
         learned: Learned | None = None,
+        spare: SpareMemory | None = None,
     ) -> None:
         """`threads`: the most fetches at once; by default 2 to 64, as the network rewards.
 
         `choose` orders replicas instead of distance and estimates. `timeout_s` is for each request.
         `max_host_bytes` bounds the memory used besides the destination, by each read; what one had
-        is kept for the next. `gap_bytes`: so much between what is wanted is read and thrown away
-        rather than asking twice. `on_event` is called in
-        the thread that reads. `learned`: what to know of the cluster, instead of what this process
-        has learned so far. Raises BadSetting.
+        is kept for the next. `decoders`: the most threads that decode for one, each with scratch
+        memory of its own besides; by default one for each core. `gap_bytes`: so much between what
+        is wanted is read and thrown away rather than asking twice. `on_event` is called in the
+        thread that reads. `learned`: what to know of the cluster, instead of what this process has
+        learned so far. `spare`: memory that other readers use, too. Raises BadSetting.
         """
         if max_host_bytes < _LEAST_MAX_HOST_BYTES:
             raise BadSetting(
@@ -103,8 +107,9 @@ class Reader:
         self._choose = choose
         self._timeout_s = timeout_s
         self._max_host_bytes = max_host_bytes
+        self._most_decoders = decoders
         self._gap_bytes = gap_bytes
-        self._spare = SpareMemory()
+        self._spare = spare or SpareMemory()
         self._on_event = on_event
         self._rack = (settings or Settings()).location
 
@@ -169,6 +174,7 @@ class Reader:
             stop=call.stop,
             deadline=call.deadline,
             memory=HostMemory(self._max_host_bytes, self._spare),
+            decoders=min(cores(), self._most_decoders or cores()),
             report=call.report,
             progress=call.progress,
             on_event=self._on_event,
@@ -186,8 +192,9 @@ class Reader:
             timeout_s=self._timeout_s,
         )
         lost = pipeline.run(fetcher, runs, base_packs)
-        call.report.raw_bytes += sum(run.raw_bytes for run in runs)
-        call.report.raw_bytes -= sum(run.raw_bytes for run, _ in lost)
+        for done, sign in ((runs, 1), ([run for run, _ in lost], -1)):
+            call.report.raw_bytes += sign * sum(run.raw_bytes for run in done)
+            call.report.decoded_bytes += sign * sum(run.decoded_bytes for run in done)
         return lost
 
     def _look_up(self, blocks: Iterable[BlockId]) -> dict[BlockId, Sequence[Placement]]:

@@ -44,6 +44,9 @@ class ReadReport:
     """What reading did. Times of stages are summed over threads, so they may exceed `wall_s`."""
 
     raw_bytes: int = 0
+    """Those that were wanted."""
+    decoded_bytes: int = 0
+    """Those of the chunks that were read for them: a chunk is the least that can be checked."""
     stored_bytes: int = 0
     """Those of bases, too, that deltas were read over."""
     requests: int = 0
@@ -78,6 +81,7 @@ class ReadReport:
     def __iadd__(self, other: ReadReport) -> ReadReport:
         """Add a read that came after this one."""
         self.raw_bytes += other.raw_bytes
+        self.decoded_bytes += other.decoded_bytes
         self.stored_bytes += other.stored_bytes
         self.requests += other.requests
         self.by_path += other.by_path

@@ -32,7 +32,8 @@ from weightyard.storage.hdfs.wire import BlockAccess, Malformed, Status
 from weightyard.storage.store import Read, Replica, Span
 
 STALL_S = 1.5
-"""A DataNode that sends nothing for this long has failed, whatever the deadline."""
+"""A DataNode that sends nothing for this long has failed, whatever the deadline. The time it takes
+to look up its name and to connect counts."""
 
 GAP_BYTES = 64 * 1024
 """Reads this near to each other become one request: skipping is cheaper than asking again."""
@@ -45,6 +46,10 @@ _MOST_VIEWS = 512  # The kernel takes 1024 at a time.
 _Address = tuple[Any, Any, int, str, Any]
 """As getaddrinfo gives them: family, kind, protocol, name, where."""
 _STALE_SIGNS = ("ReplicaNotFoundException", "gen stamp <")
+
+
+class HungUp(DataNodeFailed):
+    """It ended a new connection instead of answering, as it does if it wants SASL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,7 @@ class DataNodeReader:
         try:
             self._read_on(connection, block, run, deadline)
         except _ClosedBeforeAnswer:
-            raise DataNodeFailed(
+            raise HungUp(
                 datanode, "closed the connection without an answer; it may want SASL or encryption"
             ) from None
 
@@ -125,12 +130,16 @@ class DataNodeReader:
             self._keep(connection)
 
     def _connect(self, datanode: str, deadline: Deadline) -> _Connection:
-        doing = f"connecting to DataNode {datanode}"
+        doing, began_at = f"connecting to DataNode {datanode}", time.monotonic()
         addresses = self._look_up(datanode, deadline.left_at_most(self._stall_s, doing))
-        limit_s = deadline.left_at_most(self._stall_s, doing)
+        until = min(began_at + self._stall_s, deadline.at)
         with self._lock:
             self.connects += 1
-        return _Connection(datanode, addresses, limit_s, self._stall_s, deadline.cancel)
+        try:
+            opened = _connected(datanode, addresses, until, deadline.cancel)
+        except OSError as why:
+            raise DataNodeFailed(datanode, f"cannot connect: {why}") from why
+        return _Connection(datanode, opened, self._stall_s, began_at)
 
     def _look_up(self, datanode: str, limit_s: float) -> Sequence[_Address]:
         host, _, port = datanode.rpartition(":")
@@ -150,6 +159,7 @@ class DataNodeReader:
             found = next((one for one in reversed(self._idle) if one.datanode == datanode), None)
             if found is not None:
                 self._idle.remove(found)
+                found.progress_at = time.monotonic()
         for connection in ended:
             connection.close()
         return found
@@ -209,22 +219,15 @@ class _Connection:
     """
 
     def __init__(
-        self,
-        datanode: str,
-        addresses: Sequence[_Address],
-        connect_s: float,
-        stall_s: float,
-        cancel: Cancel | None = None,
+        self, datanode: str, opened: socket.socket, stall_s: float, progress_at: float
     ) -> None:
         self.datanode = datanode
         self.idle_since = 0.0
+        self.progress_at = progress_at
+        """When bytes came last, or when it began to be waited for them."""
         self._doing = f"reading from DataNode {datanode}"
         self._stall_s = stall_s
-        self._progress_at = 0.0
-        try:
-            self._socket = _connected(datanode, addresses, connect_s, cancel)
-        except OSError as why:
-            raise DataNodeFailed(datanode, f"cannot connect: {why}") from why
+        self._socket = opened
 
     def close(self) -> None:
         self._socket.close()
@@ -255,7 +258,6 @@ class _Connection:
 
     def _ask(self, block: BlockAccess, client: str, run: Run, deadline: Deadline) -> int:
         """Send the request; return the offset at which the data will begin."""
-        self._progress_at = time.monotonic()
         try:
             self._socket.sendall(wire.read_request(block, client, run.offset, run.length))
             length = self._receive_varint(deadline)
@@ -327,7 +329,7 @@ class _Connection:
             try:
                 got = self._socket.recvmsg_into(views, 0, socket.MSG_WAITALL)[0]
             except BlockingIOError:
-                silent_s = time.monotonic() - self._progress_at
+                silent_s = time.monotonic() - self.progress_at
                 if silent_s >= self._stall_s:
                     raise DataNodeFailed(
                         self.datanode, f"sent nothing for {silent_s:.1f} s"
@@ -335,7 +337,7 @@ class _Connection:
                 continue
             if not got:
                 raise _Ended
-            self._progress_at = time.monotonic()
+            self.progress_at = time.monotonic()
             return got
 
 
@@ -345,12 +347,15 @@ def _shut_down(opened: socket.socket) -> None:
 
 
 def _connected(
-    datanode: str, addresses: Sequence[_Address], limit_s: float, cancel: Cancel | None
+    datanode: str, addresses: Sequence[_Address], until: float, cancel: Cancel | None
 ) -> socket.socket:
-    """A blocking socket with the options that make reads fast."""
+    """A blocking socket with the options that make reads fast. The addresses share the time."""
     doing = f"connecting to {datanode}"
-    failed: OSError = OSError("it has no address")
-    for family, kind, protocol, _, address in addresses:
+    failed: OSError = OSError("no time is left" if addresses else "it has no address")
+    for index, (family, kind, protocol, _, address) in enumerate(addresses):
+        limit_s = (until - time.monotonic()) / (len(addresses) - index)
+        if limit_s <= 0:
+            break
         opened = socket.socket(family, kind, protocol)
         try:
             # Without it every request waits 40 ms for the acknowledgement of the one before.

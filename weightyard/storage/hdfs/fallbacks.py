@@ -6,6 +6,7 @@ They choose the replica themselves and copy more, but know SASL, encryption and 
 from __future__ import annotations
 
 import http.client
+import re
 import ssl
 import threading
 from collections.abc import Callable, Sequence
@@ -35,6 +36,16 @@ _PIECE_BYTES = 16 * 1024 * 1024
 _MIB = 1024 * 1024
 _SOCKET_S = 10.0
 
+# Where no replica is good Java's client asks all of them four times, and would wait between for
+# half a minute.
+_HASTE = {"dfs.client.retry.window.base": "300"}
+_ALL_FAILED = re.compile(r'DataTransferError\("All DataNodes failed.*', re.DOTALL)
+
+
+class NoneServed(StoreUnavailable):
+    """The NameNode told where the file is, and no DataNode gave its bytes: they are away, or what
+    they have fails HDFS's checksums."""
+
 
 class Fallback(Protocol):
     """One way to fill buffers from a file."""
@@ -43,7 +54,7 @@ class Fallback(Protocol):
 
     def read(self, location: Location, reads: Sequence[Read], deadline: Deadline) -> None:
         """Raises Unsupported if this way does not work here at all, FileMissing, StaleLocation,
-        StoreUnavailable, NotAllowed, DeadlineExceeded.
+        StoreUnavailable (NoneServed), NotAllowed, DeadlineExceeded.
         """
 
     def close(self) -> None: ...
@@ -92,7 +103,12 @@ class NativeReads:
             for start in range(0, len(wanted.into), _PIECE_BYTES):
                 into = wanted.into[start : start + _PIECE_BYTES]
                 fetch = partial(reader.read_range, wanted.offset + start, len(into))
-                into[:] = self._namespace.watch(doing, deadline.left(doing), fetch)
+                limit_s = deadline.left(doing)
+                try:
+                    into[:] = self._namespace.watch(doing, limit_s, fetch)
+                except StoreUnavailable as why:
+                    said = _ALL_FAILED.sub("all DataNodes that have it failed", str(why))
+                    raise NoneServed(said) from None
 
     def close(self) -> None:
         pass
@@ -144,10 +160,10 @@ class WebHdfsReads:
                     if response.status == http.HTTPStatus.NOT_FOUND:
                         raise FileMissing(f"{location.path} is not there")
                     if response.status != http.HTTPStatus.OK:
-                        raise StoreUnavailable(f"{doing}: {url.netloc} answered {response.status}")
+                        raise NoneServed(f"{doing}: {url.netloc} answered {response.status}")
                     _fill(response, wanted.into, doing, deadline)
             except (OSError, http.client.HTTPException) as why:
-                raise StoreUnavailable(f"{doing}: {url.netloc}: {why!r}") from None
+                raise NoneServed(f"{doing}: {url.netloc}: {why!r}") from None
 
 
 class LibhdfsReads:
@@ -167,14 +183,16 @@ class LibhdfsReads:
         doing = f"reading {location.path} by libhdfs"
         path = self._cluster.at(location.path)
         giving_up = threading.Lock()
-        is_given_up = False
+        is_given_up = is_located = False
 
         def fill() -> None:
+            nonlocal is_located
             files = self._connected()
             piece = memoryview(
                 bytearray(min(_MIB, max((len(one.into) for one in reads), default=0)))
             )
             with files.open_input_file(path) as file:
+                is_located = True
                 for wanted in reads:
                     file.seek(wanted.offset)
                     for start in range(0, len(wanted.into), _MIB):
@@ -191,9 +209,10 @@ class LibhdfsReads:
             self._watched.call(doing, deadline.left(doing), fill)
         except FileNotFoundError:
             raise FileMissing(f"{location.path} is not there") from None
-        except OSError as why:
-            first_line = str(why).split("\n", 1)[0]
-            raise StoreUnavailable(f"{doing}: {first_line[:300]}") from why
+        except (OSError, StoreUnavailable) as why:
+            first_line = str(why).removeprefix(f"{doing}: ").split("\n", 1)[0]
+            kind = NoneServed if is_located else StoreUnavailable
+            raise kind(f"{doing}: {first_line[:300]}") from why
         finally:
             with giving_up:
                 is_given_up = True
@@ -226,7 +245,7 @@ class LibhdfsReads:
         host, _, port = self._cluster.authority.partition(":")
         user = None if self._cluster.is_kerberos else self._cluster.user
         try:
-            return HadoopFileSystem(host, int(port or 0), user=user)
+            return HadoopFileSystem(host, int(port or 0), user=user, extra_conf=_HASTE)
         except OSError as why:
             first_line = str(why).split("\n", 1)[0]
             raise Unsupported(f"libhdfs does not work: {first_line[:300]}") from why

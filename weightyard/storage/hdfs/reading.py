@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 
 from weightyard.errors import (
     DataNodeFailed,
+    DeadlineExceeded,
     NotAllowed,
+    ReplicasDamaged,
     StaleLocation,
     StoreUnavailable,
     TooLarge,
@@ -19,13 +22,16 @@ from weightyard.errors import (
 )
 from weightyard.logs import Log
 from weightyard.storage.deadline import Deadline
-from weightyard.storage.hdfs.datanode import DataNodeReader
-from weightyard.storage.hdfs.fallbacks import Fallback
+from weightyard.storage.hdfs.datanode import DataNodeReader, HungUp
+from weightyard.storage.hdfs.fallbacks import Fallback, NoneServed
 from weightyard.storage.store import Location, Read, ReadPath, Replica, Served, Span
 
 _log = Log(__name__)
 
 _RECHECK_S = 60.0
+
+FindDamage = Callable[[Location, Sequence[Read], Deadline], str | None]
+"""What is wrong with the replicas of what was to be read, if it is that: see `Diagnosis`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +45,10 @@ class Piece:
 class Reading:
     """Reads by the ways given. Thread-safe.
 
-    Whether direct reads work is found out at the first one: a byte is asked of the replicas until
-    one serves it. From then on a DataNode that fails is a DataNode that failed, until all that have
-    a block did. If none serves, and another way does, that one is used, and direct reads are tried
-    again: after a minute if there was none yet.
+    Whether direct reads work shows by the first ones: they do once a DataNode has answered. From
+    then on a DataNode that fails is a DataNode that failed, until all that have a block did. If no
+    DataNode has answered yet and all that have a block failed, the next way is used that serves,
+    and direct reads are tried again after a minute.
 
     An error that is kept is a copy, and what is raised is a copy of that: one that was raised has
     the frames it passed, and they have the caller's buffers.
@@ -53,13 +59,13 @@ class Reading:
         direct: DataNodeReader | None,
         fallbacks: Sequence[Fallback],
         why_not_direct: YardError | None = None,
+        find_damage: FindDamage = lambda *_: None,
     ) -> None:
         self._direct = direct
+        self._directness = Directness()
         self._fallbacks = list(fallbacks)
-        self._works: bool | None = None if direct is not None else False
-        self._checked_at = 0.0
         self._why_not_direct = why_not_direct
-        self._lock = threading.Lock()
+        self._find_damage = find_damage
 
     def read(
         self,
@@ -69,17 +75,28 @@ class Reading:
         deadline: Deadline,
     ) -> Served:
         pieces = list(split(location, reads))
-        if self._direct is not None and self._can_be_direct(pieces, replica, deadline):
+        can_be_direct = all(piece.span.access is not None for piece in pieces)
+        if self._direct is None or not can_be_direct or not self._directness.may_be_tried():
+            return self._read_otherwise(location, reads, deadline)
+        asking = _Asking(self._direct, self._directness, deadline)
+        try:
+            return asking.read(location, pieces, replica)
+        except DataNodeFailed as why:
+            is_proven = self._directness.is_proven
+            is_others_turn = replica is None or asking.is_refuted_by(why, pieces)
+            if not is_others_turn or not self._fallbacks:
+                raise
+            if not is_proven:
+                _log.info("read.not_direct", datanode=why.datanode, reason=why.reason)
+                self._directness.refuted()
             try:
-                return _read_directly(self._direct, location, pieces, replica, deadline)
-            except DataNodeFailed as why:
-                if replica is not None or not self._fallbacks:
-                    raise
-                try:
-                    return self._read_otherwise(location, reads, deadline)
-                except YardError:
+                return self._read_otherwise(location, reads, deadline)
+            except ReplicasDamaged:
+                raise
+            except YardError:
+                if is_proven:
                     raise why from None
-        return self._read_otherwise(location, reads, deadline)
+                raise
 
     def close(self) -> None:
         if self._direct is not None:
@@ -87,52 +104,199 @@ class Reading:
         for way in self._fallbacks:
             way.close()
 
-    def _can_be_direct(
-        self, pieces: Sequence[Piece], replica: Replica | None, deadline: Deadline
-    ) -> bool:
-        if any(piece.span.access is None for piece in pieces):
-            return False
-        with self._lock:
-            is_old = time.monotonic() > self._checked_at + _RECHECK_S
-            if pieces and (self._works is None or (self._works is False and is_old)):
-                self._works = self._try_directly(pieces[0].span, replica, deadline)
-                self._checked_at = time.monotonic()
-            return self._works is not False
-
-    def _try_directly(self, span: Span, first: Replica | None, deadline: Deadline) -> bool | None:
-        if self._direct is None or not span.replicas:
-            return None
-        for replica in sorted(span.replicas, key=lambda one: one != first):
-            try:
-                one_byte = Read(span.offset, memoryview(bytearray(1)))
-                self._direct.read(replica, span, [one_byte], deadline)
-            except StaleLocation:
-                return True  # it answered, and the read to come will say the same
-            except DataNodeFailed as why:
-                _log.info("read.not_direct", datanode=replica.datanode, reason=why.reason)
-                self._why_not_direct = copy(why)
-            else:
-                return True
-        return False
-
     def _read_otherwise(
         self, location: Location, reads: Sequence[Read], deadline: Deadline
     ) -> Served:
-        failed = self._why_not_direct or StoreUnavailable(f"{location.path}: no way to read it")
-        for way in list(self._fallbacks):
+        served, failures = self._try_each_way(location, reads, deadline)
+        if served is None and _is_of_replicas(failures):
+            served = self._serve_or_find_damage(location, reads, deadline, failures)
+        if served is not None:
+            return served
+        self._directness.forget()
+        failures = failures or [
+            self._why_not_direct or StoreUnavailable(f"{location.path}: no way to read it")
+        ]
+        raise copy(_most_telling(failures))
+
+    def _serve_or_find_damage(
+        self,
+        location: Location,
+        reads: Sequence[Read],
+        deadline: Deadline,
+        failures: list[YardError],
+    ) -> Served | None:
+        """None: the replicas are away. Raises ReplicasDamaged if they answer and do not serve."""
+        found = self._find_damage(location, reads, deadline)
+        if found is None:
+            return None
+        # What has passed meanwhile looks the same. Damage is there to stay.
+        try:
+            served, again = self._try_each_way(location, reads, deadline)
+        except DeadlineExceeded:
+            served, again = None, failures
+        if served is None and _is_of_replicas(again):
+            raise ReplicasDamaged(f"{found} ({_most_telling(failures)})")
+        return served
+
+    def _try_each_way(
+        self, location: Location, reads: Sequence[Read], deadline: Deadline
+    ) -> tuple[Served | None, list[YardError]]:
+        """Read by the first way that serves; with what the ways before it said."""
+        failures: list[YardError] = []
+        for way in self._fallbacks:
             try:
                 way.read(location, reads, deadline)
             except Unsupported as why:
                 _log.debug("read.way_closed", way=way.path, reason=why)
-                failed = copy(why)
-            except (StoreUnavailable, NotAllowed) as why:
+                failures.append(copy(why))
+            except (StoreUnavailable, StaleLocation, NotAllowed) as why:
                 _log.warning("read.way_failed", way=way.path, reason=why)
-                failed = copy(why)
+                failures.append(copy(why))
             else:
-                return Served(way.path)
+                return Served(way.path), failures
+        return None, failures
+
+
+def _is_of_replicas(failures: Sequence[YardError]) -> bool:
+    """Whether every way that works here got as far as the replicas, and none of them served."""
+    tried = [why for why in failures if not isinstance(why, Unsupported)]
+    return bool(tried) and all(isinstance(why, NoneServed | StaleLocation) for why in tried)
+
+
+def _most_telling(failures: Sequence[YardError]) -> YardError:
+    """What to raise: that a file is shorter, or else what the last way said that works here.
+
+    Not every way says so of a file that is shorter than it was, and whoever is told locates it
+    again.
+    """
+
+    def weight(why: YardError) -> int:
+        return 2 if isinstance(why, StaleLocation) else not isinstance(why, Unsupported)
+
+    return max(reversed(failures), key=weight)
+
+
+class Directness:
+    """What is known of whether direct reads work here. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._works: bool | None = None
+        self._tried_at = 0.0
+        self._failed: set[str] = set()
+
+    @property
+    def is_proven(self) -> bool:
+        return self._works is True
+
+    def may_be_tried(self) -> bool:
+        """True unless they are known not to work; then once a minute."""
         with self._lock:
-            self._works = None if self._direct is not None else False
-        raise copy(failed)
+            if self._works is not False:
+                return True
+            now = time.monotonic()
+            is_due = now > self._tried_at + _RECHECK_S
+            if is_due:
+                self._tried_at = now  # others do not wait for what comes of it
+            return is_due
+
+    def answered(self) -> None:
+        """By a DataNode, whatever it said: they work."""
+        if not self.is_proven:
+            with self._lock:
+                self._works = True
+                self._failed.clear()
+
+    def failed(self, datanode: str) -> None:
+        if not self.is_proven:
+            with self._lock:
+                self._failed.add(datanode)
+
+    def is_refuted_by(self, holders: Set[str]) -> bool:
+        """Whether all these DataNodes failed, and none ever answered."""
+        with self._lock:
+            return self._works is not True and holders <= self._failed
+
+    def refuted(self) -> None:
+        with self._lock:
+            self._works, self._tried_at = False, time.monotonic()
+
+    def forget(self) -> None:
+        with self._lock:
+            self._works = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Asking:
+    """One direct read: asks DataNodes, and notes whether they answer."""
+
+    direct: DataNodeReader
+    directness: Directness
+    deadline: Deadline
+
+    def read(self, location: Location, pieces: Sequence[Piece], replica: Replica | None) -> Served:
+        served: list[Replica] = []
+        failed: set[str] = set()
+        for piece in pieces:
+            if replica is None:
+                served.append(self._read_from_any(location, piece, failed))
+                continue
+            if all(one.datanode != replica.datanode for one in piece.span.replicas):
+                raise DataNodeFailed(replica.datanode, f"holds no replica of {location.path}")
+            self._ask(replica, piece)
+            served.append(replica)
+        is_one = all(one == served[0] for one in served)
+        return Served(ReadPath.DIRECT, served[0] if served and is_one else replica)
+
+    def is_refuted_by(self, why: DataNodeFailed, pieces: Sequence[Piece]) -> bool:
+        """Whether it shows by a replica's failure that direct reads do not work here.
+
+        They do not if all that have these pieces failed. The others are asked only after one that
+        hung up, as those do that want SASL: that took no time. Whoever named a replica is told soon
+        of one that is silent.
+        """
+        if self.directness.is_proven:
+            return False
+        spans = {one.datanode: (one, piece.span) for piece in pieces for one in piece.span.replicas}
+        others = [it for datanode, it in spans.items() if datanode != why.datanode]
+        for other, span in others if isinstance(why, HungUp) else ():
+            one_byte = Read(span.offset, memoryview(bytearray(1)))
+            with suppress(DataNodeFailed, StaleLocation):
+                self._ask(other, Piece(span, (one_byte,)))
+            if self.directness.is_proven:
+                return False
+        return self.directness.is_refuted_by(spans.keys())
+
+    def _read_from_any(self, location: Location, piece: Piece, failed: set[str]) -> Replica:
+        """Ask the replicas in their order, those that failed or are not well at last."""
+
+        def is_doubtful(replica: Replica) -> bool:
+            return replica.datanode in failed or replica.state != "normal"
+
+        why: YardError = StoreUnavailable(f"{location.path}: no DataNode has it")
+        for replica in sorted(piece.span.replicas, key=is_doubtful):
+            try:
+                self._ask(replica, piece)
+            except (DataNodeFailed, StaleLocation) as this:
+                # Where direct reads cannot work, this is how that is found out.
+                log = _log.warning if self.directness.is_proven else _log.info
+                log("read.replica_failed", datanode=replica.datanode, reason=this)
+                failed.add(replica.datanode)
+                why = copy(this)
+            else:
+                return replica
+        raise copy(why)
+
+    def _ask(self, replica: Replica, piece: Piece) -> None:
+        try:
+            self.direct.read(replica, piece.span, piece.reads, self.deadline)
+        except DataNodeFailed:
+            self.directness.failed(replica.datanode)
+            raise
+        except StaleLocation:
+            self.directness.answered()
+            raise
+        self.directness.answered()
 
 
 def split(location: Location, reads: Sequence[Read]) -> Iterator[Piece]:
@@ -153,49 +317,3 @@ def split(location: Location, reads: Sequence[Read]) -> Iterator[Piece]:
                 by_span.setdefault(index, []).append(part)
     for index, parts in sorted(by_span.items()):
         yield Piece(location.spans[index], tuple(parts))
-
-
-def _read_directly(
-    direct: DataNodeReader,
-    location: Location,
-    pieces: Sequence[Piece],
-    replica: Replica | None,
-    deadline: Deadline,
-) -> Served:
-    served: list[Replica] = []
-    failed: set[str] = set()
-    for piece in pieces:
-        if replica is None:
-            served.append(_read_from_any(direct, location, piece, failed, deadline))
-            continue
-        if all(one.datanode != replica.datanode for one in piece.span.replicas):
-            raise DataNodeFailed(replica.datanode, f"holds no replica of {location.path}")
-        direct.read(replica, piece.span, piece.reads, deadline)
-        served.append(replica)
-    is_one = all(one == served[0] for one in served)
-    return Served(ReadPath.DIRECT, served[0] if served and is_one else replica)
-
-
-def _read_from_any(
-    direct: DataNodeReader,
-    location: Location,
-    piece: Piece,
-    failed: set[str],
-    deadline: Deadline,
-) -> Replica:
-    """Ask the replicas in their order, those that failed or are not well at last."""
-
-    def is_doubtful(replica: Replica) -> bool:
-        return replica.datanode in failed or replica.state != "normal"
-
-    why: YardError = StoreUnavailable(f"{location.path}: no DataNode has it")
-    for replica in sorted(piece.span.replicas, key=is_doubtful):
-        try:
-            direct.read(replica, piece.span, piece.reads, deadline)
-        except (DataNodeFailed, StaleLocation) as this:
-            _log.warning("read.replica_failed", datanode=replica.datanode, reason=this)
-            failed.add(replica.datanode)
-            why = copy(this)
-        else:
-            return replica
-    raise copy(why)

@@ -9,7 +9,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from hdfs_native import FileStatus
 from typing_extensions import Buffer
 
-from weightyard.errors import FileMissing, InvalidName, Unsupported, YardError
+from weightyard.errors import (
+    DeadlineExceeded,
+    FileMissing,
+    InvalidName,
+    StoreUnavailable,
+    Unsupported,
+    YardError,
+)
 from weightyard.logs import Log
 from weightyard.names import UploadId
 from weightyard.settings import Settings
@@ -18,6 +25,7 @@ from weightyard.storage.cancel import Cancel
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.configuration import Cluster
 from weightyard.storage.hdfs.datanode import DataNodeReader
+from weightyard.storage.hdfs.diagnosis import Diagnosis
 from weightyard.storage.hdfs.fallbacks import (
     Fallback,
     LibhdfsReads,
@@ -44,6 +52,8 @@ from weightyard.storage.store import (
 )
 
 _log = Log(__name__)
+
+_PROBES = 3
 
 READ_PATHS = (ReadPath.DIRECT, ReadPath.LIBHDFS, ReadPath.NATIVE, ReadPath.WEBHDFS)
 """The ways bytes can come, best first."""
@@ -76,6 +86,7 @@ class HdfsStore(Store):
         self._namenode_used: NameNode | None = None
         self._namespace_used: Namespace | None = None
         self._locator = locator
+        self._diagnosis = Diagnosis(self._locate, self._data_node_reader())
         self._reading = self._reading_by(read_paths)
         careful = [path for path in read_paths if path in CHECKED_PATHS]
         self._careful = self._reading_by(careful) if careful else self._reading
@@ -128,7 +139,7 @@ class HdfsStore(Store):
             yield _stat(path, status)
 
     def locate(self, path: StorePath) -> Location:
-        return (self._locator or self._namenode).locate(path, self._deadline(None))
+        return self._locate(path, self._deadline(None))
 
     def read(
         self,
@@ -159,9 +170,7 @@ class HdfsStore(Store):
         For those who want to know before the first load; reading finds out by itself.
         """
         content = secrets.token_bytes(64 * 1024)
-        with self.stage(layout.staging(UploadId.new(), "probe")) as stage:
-            stage.write(content)
-            staged = stage.close()
+        staged = self._put_probe(content)
         try:
             location = self.locate(staged.path)
             return {way: self._try(way, location, content) for way in READ_PATHS}
@@ -169,9 +178,25 @@ class HdfsStore(Store):
             self.delete(staged.path)
             self.delete(StorePath(staged.path.text.rpartition("/")[0]))
 
+    def _put_probe(self, content: bytes) -> StagedFile:
+        """Where a DataNode hesitates, hdfs-native gives up a new file: that is no finding yet."""
+        for attempt in range(1, _PROBES + 1):
+            try:
+                with self.stage(layout.staging(UploadId.new(), "probe")) as stage:
+                    stage.write(content)
+                    return stage.close()
+            except DeadlineExceeded:
+                raise
+            except StoreUnavailable as why:
+                if attempt == _PROBES:
+                    raise
+                _log.info("probe.tried_again", attempt=attempt, reason=why)
+        raise AssertionError("unreachable")
+
     def close(self) -> None:
         self._reading.close()
         self._careful.close()
+        self._diagnosis.close()
         if self._namenode_used is not None:
             self._namenode_used.close()
         if self._namespace_used is not None:
@@ -215,12 +240,22 @@ class HdfsStore(Store):
             ReadPath.WEBHDFS: lambda: WebHdfsReads(self._namenode),
         }
         fallbacks = [WhenNeeded(path, ways[path]) for path in paths if path in ways]
-        if ReadPath.DIRECT not in paths:
-            return Reading(None, fallbacks)
-        if cluster.is_transfer_protected:
-            why_not = Unsupported("the configuration asks for SASL or encryption of transfers")
-            return Reading(None, fallbacks, why_not)
-        return Reading(DataNodeReader(f"weightyard-{secrets.token_hex(4)}"), fallbacks)
+        direct = self._data_node_reader() if ReadPath.DIRECT in paths else None
+        why_not = (
+            Unsupported("the configuration asks for SASL or encryption of transfers")
+            if ReadPath.DIRECT in paths and direct is None
+            else None
+        )
+        return Reading(direct, fallbacks, why_not, self._diagnosis.find_damage)
+
+    def _data_node_reader(self) -> DataNodeReader | None:
+        """None where the configuration says that DataNodes do not answer in the clear."""
+        if self._cluster.is_transfer_protected:
+            return None
+        return DataNodeReader(f"weightyard-{secrets.token_hex(4)}")
+
+    def _locate(self, path: StorePath, deadline: Deadline) -> Location:
+        return (self._locator or self._namenode).locate(path, deadline)
 
     def _spread(self, path: StorePath) -> Location:
         """Where a file lies, for who counts: whether its bytes can be read there is not asked."""

@@ -45,9 +45,10 @@ def find_replica_files(
 def damage(replica: ReplicaFile, offset: int = 0, length: int = 1, *, hide: bool = False) -> None:
     """Flip every bit of some bytes of a replica on disk, while its DataNode runs.
 
-    HDFS's own clients notice by the DataNode's checksums, report the replica and read another.
-    A reader that asks for no checksums gets the wrong bytes. With `hide` the checksums are made
-    to fit, as if the damage had been done before they were computed: then nobody notices.
+    HDFS's own clients notice by the DataNode's checksums and read another replica. Java's clients
+    report this one to the NameNode if another is right; hdfs-native reports nothing. A reader that
+    asks for no checksums gets the wrong bytes. With `hide` the checksums are made to fit, as if the
+    damage had been done before they were computed: then nobody notices.
     """
     with replica.path.open("r+b") as file:
         file.seek(offset)
