@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 import bench.__main__ as command
-from bench import report
+from bench import catalogue, codec, report
+from bench.ratios import ratios_of
 from bench.samples import Footprint, Kind, Measured, Memory, Results, Row, Sample, Table, Timed
 
 MACHINE = Measured("2026-11-16", {"cores": "2", "CPU": "a processor"})
@@ -33,7 +34,7 @@ BIG = Footprint("write", tensor_bytes=4 << 30, peak_rss_bytes=5 << 30, seconds=9
 
 
 def test_ratios_compare_best_with_best() -> None:
-    ratios = {ratio.what: ratio.value for ratio in report.ratios_of(READS.rows)}
+    ratios = {ratio.what: ratio.value for ratio in ratios_of(READS.rows)}
     by_rival = {what.partition("against ")[2]: value for what, value in ratios.items()}
     assert by_rival == pytest.approx(
         {
@@ -51,7 +52,7 @@ def test_rows_of_different_groups_are_not_compared() -> None:
         made_up(Kind.OURS, "weightyard", 4.0, group="two copies"),
         made_up(Kind.PEER, "peer", 4.0, group="two copies"),
     ]
-    assert [ratio.value for ratio in report.ratios_of(rows)] == pytest.approx([2.0, 1.0])
+    assert [ratio.value for ratio in ratios_of(rows)] == pytest.approx([2.0, 1.0])
 
 
 def test_a_peer_with_fresh_memory_is_compared_with_our_fresh_memory() -> None:
@@ -60,7 +61,7 @@ def test_a_peer_with_fresh_memory_is_compared_with_our_fresh_memory() -> None:
         made_up(Kind.OURS, "weightyard", 0.5, is_fresh=True),
         made_up(Kind.PEER, "peer", 1.0, is_fresh=True),
     ]
-    assert [ratio.value for ratio in report.ratios_of(rows)] == pytest.approx([2.0])
+    assert [ratio.value for ratio in ratios_of(rows)] == pytest.approx([2.0])
 
 
 def test_the_page_shows_rates_spread_and_what_failed() -> None:
@@ -82,12 +83,50 @@ def test_a_push_is_held_against_one_stream_equal_streams_and_its_own_ceiling() -
         made_up(Kind.PEER, "2 of hdfs-native", 2.5, group="first"),
         made_up(Kind.OURS, "weightyard, again", 0.1, group="second"),
     )
-    assert [ratio.value for ratio in report.ratios_of(rows)] == pytest.approx([2.0, 1.25])
+    assert [ratio.value for ratio in ratios_of(rows)] == pytest.approx([2.0, 1.25])
     page = report.render(Results(push=Timed(MACHINE, rows)))
     assert "0.800 of the tensor bytes were stored; 1 / that is 1.25×" in page
-    assert "**5.0%** of weightyard, somehow (2.00 s); no pack was written" in page
+    assert "**2.00×** hdfs-native, somehow: somehow; asked: 1.3× or more\n" in page
+    assert "**0.05** of weightyard, somehow (2.00 s): weightyard, again, somehow, 0.10 s" in page
     assert "1.2 core-seconds, of them 1.0 the client's and 0.2 the DataNodes'; 2 cores" in page
     assert "busy for 30% of 2.00 s, and never waiting would give 1667 MB/s" in page
+
+
+def test_what_was_asked_of_reads_and_was_missed_is_called_so_with_what_bounds_it() -> None:
+    page = report.render(Results(reads=READS))
+    assert "against hdfs-native, somehow (500 MB/s); asked: 4× or more\n" in page
+    assert "loopback, somehow, is itself **4.00×** other, somehow" in page
+    slower = msgspec.structs.replace(READS.rows[0], samples=READS.rows[0].samples[2:])
+    page = report.render(Results(reads=Timed(MACHINE, (slower, *READS.rows[1:]))))
+    assert "the fastest peer, other, somehow (1000 MB/s); asked: 2× or more – **missed**" in page
+
+
+def test_what_was_asked_of_codecs_and_the_registry_is_held_against_it() -> None:
+    def way(name: str, encode: int, decode: int) -> dict[str, object]:
+        return {
+            "data": codec.BF16,
+            "way": name,
+            "size_left": 0.663,
+            "encode_mb_s": encode,
+            "decode_mb_s": decode,
+        }
+
+    rows = [way("weightyard", 500, 900), way("ZipNN", 100, 600)]
+    assert codec.claims(rows) == [
+        "**0.663** left of bf16, N(0, 0.02); asked: 0.667 or less",
+        "**5.00×** ZipNN, encoding bf16, N(0, 0.02); asked: 5× or more",
+        "**1.50×** ZipNN, decoding bf16, N(0, 0.02); asked: 2.5× or more – **missed**",
+    ]
+    times = [
+        {"database": "PostgreSQL", "versions": 10, "claim 10000 s": 0.5, "gc plan peak MiB": 90.0},
+        {"database": "SQLite", "versions": 10, "claim 10000 s": 2.0, "gc plan peak MiB": 90.0},
+    ]
+    assert catalogue.claims(times) == [
+        "**0.50** claim 10000 s, PostgreSQL, 10 versions; asked: 1 or less",
+        "**90.00** gc plan peak MiB, PostgreSQL, 10 versions; asked: 1024 or less",
+        "**4.00×** PostgreSQL's claim 10000 s: SQLite; asked: 3× or less – **missed**",
+        "**1.00×** PostgreSQL's gc plan peak MiB: SQLite; asked: 3× or less",
+    ]
 
 
 def test_the_registry_and_the_service_have_tables_on_the_page() -> None:

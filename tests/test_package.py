@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -53,6 +54,26 @@ def test_the_names_people_import_stay_what_they_are() -> None:
 def test_the_wheel_installs_bare_and_does_the_main_job(bare: Path, tmp_path: Path) -> None:
     shown = run(bare / "python", ROOT / "examples" / "first_model.py", cwd=tmp_path)
     assert "Every file came back bit for bit" in shown
+
+
+def test_a_model_is_pushed_and_pulled_with_the_migrations_that_the_wheel_ships(
+    bare: Path, tmp_path: Path
+) -> None:
+    model, back = tmp_path / "model", tmp_path / "back"
+    model.mkdir()
+    (model / "config.json").write_text('{"layers": 2}')
+    (model / "weights.bin").write_bytes(bytes(range(256)) * 1000)
+
+    def weightyard(*arguments: str | Path) -> str:
+        environment = {"PATH": str(bare), "WEIGHTYARD_HOME": str(tmp_path / "yard")}
+        return run(bare / "weightyard", *arguments, env=environment, cwd=tmp_path)
+
+    weightyard("push", model, "team/tiny", "--alias", "prod")
+    weightyard("pull", "team/tiny@prod", back)
+    for file in model.iterdir():
+        assert (back / file.name).read_bytes() == file.read_bytes()
+    shown = json.loads(weightyard("db", "current", "--json"))
+    assert (shown["schema"], shown["is_current"]) == (shown["newest"], True)
 
 
 def test_both_names_of_the_command_work_from_the_wheel(bare: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from weightyard.errors import BadSetting
+from weightyard.opening import chosen_url
 from weightyard.settings import Settings
 from weightyard.storage.opening import open_store
 
@@ -50,3 +51,23 @@ def test_a_setting_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -
 def test_settings_cannot_be_changed() -> None:
     with pytest.raises(ValueError, match="frozen"):
         Settings().deadline_s = 1.0  # type: ignore[misc]
+
+
+def test_an_empty_variable_is_not_set(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    plain = Settings()
+    for name in Settings.model_fields:
+        monkeypatch.setenv(f"WEIGHTYARD_{name.upper()}", "")
+    monkeypatch.setenv("HADOOP_CONF_DIR", "")
+    assert Settings() == plain.model_copy(update={"hadoop_conf_dir": None})
+    monkeypatch.setenv("WEIGHTYARD_STORE", str(tmp_path))
+    assert chosen_url(None, Settings()) == str(tmp_path), "and an empty URL does not clash"
+
+
+def test_a_rate_is_written_as_other_sizes_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings().max_rate is None
+    monkeypatch.setenv("WEIGHTYARD_MAX_RATE", "200M")
+    assert Settings().max_rate == 200 << 20
+    for wrong in ("fast", "0"):
+        monkeypatch.setenv("WEIGHTYARD_MAX_RATE", wrong)
+        with pytest.raises(BadSetting, match="MAX_RATE"):
+            Settings()

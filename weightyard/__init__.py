@@ -1,4 +1,4 @@
-"""weightyard: versioned model weights on HDFS, and the fastest way from HDFS onto a device.
+"""weightyard: versioned model weights on HDFS, and a fast way from there into tensors.
 
     import weightyard
 
@@ -53,10 +53,10 @@ def push(source: str | Path | Mapping[str, Any], name: str, **options: Any) -> P
         return yard.push(source, name, **options)
 
 
-def pull(ref: str, folder: str | Path, **options: Any) -> Path:
+def pull(ref: str, dir: str | Path, **options: Any) -> Path:
     """`Yard.pull` on the default yard."""
     with open() as yard:
-        return yard.pull(ref, folder, **options)
+        return yard.pull(ref, dir, **options)
 
 
 def load(

@@ -29,8 +29,7 @@ from weightyard.registry import binding, freshness, migrate, outbox, schema
 from weightyard.registry.database import Database, now_ms
 from weightyard.registry.schema import Dedup
 from weightyard.settings import Settings
-from weightyard.storage.local import LocalStore
-from weightyard.storage.opening import open_store
+from weightyard.storage.opening import folder_of, open_store
 from weightyard.storage.store import ReadPath, Store
 
 if TYPE_CHECKING:
@@ -120,14 +119,14 @@ def _service(url: str, token: str | None, settings: Settings) -> Iterator[Findin
 
 
 def _store(store: Store, settings: Settings) -> Iterator[Finding]:
-    if isinstance(store, LocalStore):
-        yield from _guarded("store", lambda: _folder(store))
+    folder = folder_of(store)
+    if folder is not None:
+        yield from _guarded("store", lambda: _folder(folder))
     else:
         yield from _hdfs(store.url, settings)
 
 
-def _folder(store: LocalStore) -> Iterator[Finding]:
-    folder = store.folder
+def _folder(folder: Path) -> Iterator[Finding]:
     if not folder.exists():
         yield _warn("store", f"{folder} is not there yet", "the first push makes it")
         return

@@ -22,8 +22,7 @@ from weightyard.loader.offline import OfflineCatalogue, OfflineStore
 from weightyard.loader.remembered import Remembered
 from weightyard.logs import Log
 from weightyard.settings import Settings
-from weightyard.storage.local import LocalStore
-from weightyard.storage.opening import open_store
+from weightyard.storage.opening import folder_of, open_store
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import Catalogue
 from weightyard.transfer.source import translated
@@ -160,7 +159,7 @@ def _open_database(store: Store, settings: Settings) -> Opened:
         except StoreUnavailable as why:
             raise StoreUnavailable(f"{store.url} does not answer: {why}") from why
         opened.pop_all()
-    return Opened(ViaStore(store, registry), registry, bound.block_bytes)
+    return Opened(ViaStore(store, registry, settings), registry, bound.block_bytes)
 
 
 def open_database(store: Store, settings: Settings) -> Database:
@@ -179,9 +178,8 @@ def database_url(store: Store, settings: Settings) -> str:
     """Where a store's registry is: WEIGHTYARD_DB, or an SQLite file of its own."""
     if settings.db is not None:
         return settings.db
-    if isinstance(store, LocalStore):
-        folder = store.folder
-    else:
+    folder = folder_of(store)
+    if folder is None:
         key = hashlib.blake2s(store.url.encode(), digest_size=8).hexdigest()
         folder = settings.home / "registries" / key
     return f"sqlite:///{folder / 'registry.db'}"

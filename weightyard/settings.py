@@ -1,4 +1,7 @@
-"""The one frozen Settings. Nothing else in weightyard reads the environment."""
+"""The one frozen Settings: nothing else takes a setting from the environment.
+
+What torchrun tells its ranks there is no setting: the trainer reads that itself.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,11 @@ class Settings(BaseSettings):
     """What the environment says, read once. Arguments of a call go before it."""
 
     model_config = SettingsConfigDict(
-        env_prefix="WEIGHTYARD_", frozen=True, extra="ignore", populate_by_name=True
+        env_prefix="WEIGHTYARD_",
+        env_ignore_empty=True,  # `WEIGHTYARD_URL= command` takes a setting away
+        frozen=True,
+        extra="ignore",
+        populate_by_name=True,
     )
 
     store: str | None = None
@@ -93,6 +100,10 @@ class Settings(BaseSettings):
     deadline_s: float = Field(default=30.0, gt=0, le=3600)
     """How long a call on the store may take, and until when it is tried again if it fails."""
 
+    max_rate: int | None = Field(default=None, ge=1)
+    """How much this process moves to and from the store a second: bytes, or `200M`. None: all that
+    the network gives."""
+
     poll_s: float = Field(default=5.0, gt=0, le=3600)
     """How often a follower asks what a ref means, where no service tells it of changes."""
 
@@ -118,7 +129,7 @@ class Settings(BaseSettings):
     test_hdfs: str | None = None
     """A running HDFS for the tests, instead of a mini cluster: `hdfs://…`."""
 
-    @field_validator("cache_max", mode="before")
+    @field_validator("cache_max", "max_rate", mode="before")
     @classmethod
     def _parse_size(cls, value: Any) -> Any:
         return parse_size(value) if isinstance(value, str) else value

@@ -129,9 +129,10 @@ class Via(Closing):
 class ViaStore(Via):
     """Bytes go straight to the store and come straight from it."""
 
-    def __init__(self, store: Store, catalogue: Catalogue) -> None:
+    def __init__(self, store: Store, catalogue: Catalogue, settings: Settings) -> None:
         self._store = store
         self._catalogue = catalogue
+        self._settings = settings
 
     @property
     def store(self) -> Store:
@@ -141,10 +142,10 @@ class ViaStore(Via):
         return read_manifest(self._store, Digest(version.digest))
 
     def reader(self, version: Version, manifest: Manifest, deadline: Deadline) -> Reader:
-        return Reader(self._store, self._catalogue)
+        return Reader(self._store, self._catalogue, settings=self._settings)
 
     def pull(self, incoming: Incoming, progress: Progress | None) -> None:
-        reader = Reader(self._store, self._catalogue)
+        reader = Reader(self._store, self._catalogue, settings=self._settings)
         read_folder(reader, incoming.manifest, incoming.folder, incoming.files, progress)
 
     def push(self, outgoing: Outgoing, progress: Progress | None) -> Pushed:
@@ -161,9 +162,9 @@ class ViaDataNodes(ViaStore):
     They need no NameNode, and no Kerberos.
     """
 
-    def __init__(self, store: Store, catalogue: HttpCatalogue) -> None:
+    def __init__(self, store: Store, catalogue: HttpCatalogue, settings: Settings) -> None:
         """`store`: one that asks the service where packs lie."""
-        super().__init__(store, catalogue)
+        super().__init__(store, catalogue, settings)
         self._service = catalogue
 
     @property
@@ -291,7 +292,8 @@ class ViaEither(Via):
         except YardError as why:
             _log.info("bytes.not_by_locations", store=url, reason=why)
             return None
-        return ViaDataNodes(open_store(url, self._settings, locator=locator), self._catalogue)
+        opened = open_store(url, self._settings, locator=locator)
+        return ViaDataNodes(opened, self._catalogue, self._settings)
 
     def _to_store(self, require: Callable[[Store, About], None]) -> Via:
         """Straight to the store, or if that fails a short try through the service, saying so."""
@@ -304,7 +306,7 @@ class ViaEither(Via):
             return ViaService(
                 self._catalogue, StoreUnavailable(f"{url} cannot be used from here ({why})")
             )
-        return ViaStore(open_store(url, self._settings), self._catalogue)
+        return ViaStore(open_store(url, self._settings), self._catalogue, self._settings)
 
     @property
     def _hurried(self) -> Settings:
@@ -321,7 +323,7 @@ def chosen_via(catalogue: HttpCatalogue, about: About, settings: Settings) -> Vi
     """The way WEIGHTYARD_VIA says, for a yard behind a service."""
     match settings.via:
         case "store":
-            return ViaStore(open_store(about.store, settings), catalogue)
+            return ViaStore(open_store(about.store, settings), catalogue, settings)
         case "service":
             why = Unsupported("WEIGHTYARD_VIA=service keeps this host from the store: unset it")
             return ViaService(catalogue, why)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from weightyard.away import AwayCatalogue, Opened
+from weightyard.catalogued import Catalogued
 from weightyard.closing import Closing
 from weightyard.errors import BadSetting, NotOnNode, Retryable
 from weightyard.format.manifest import FileEntry, Manifest
@@ -31,23 +31,20 @@ from weightyard.loader.uses import Uses
 from weightyard.logs import Log
 from weightyard.names import AliasName, Digest, ModelName, Ref
 from weightyard.records import (
-    AliasMove,
     Cost,
     Diff,
-    Model,
     Pushed,
     PushPlan,
     RememberedVersion,
-    Retention,
     Version,
 )
 from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.deadline import NEVER, Deadline
-from weightyard.storage.local import LocalStore
+from weightyard.storage.opening import folder_of
 from weightyard.storage.store import Store
 from weightyard.transfer.appearing import appearing
-from weightyard.transfer.catalogue import ANYTHING, Anything, Catalogue
+from weightyard.transfer.catalogue import Catalogue
 from weightyard.transfer.diff import diff_manifests, doubtful_pairs, equal_pairs
 from weightyard.transfer.gather import Gathered, gather_files
 from weightyard.transfer.plan import wanted_of
@@ -67,11 +64,8 @@ _log = Log(__name__)
 
 _T = TypeVar("_T")
 
-_PAGE = 1000
-"""Things asked for at once where all are wanted."""
 
-
-class Yard(Loads, Closing):
+class Yard(Catalogued, Loads, Closing):
     """What `weightyard.open()` returns. Thread-safe; a context manager.
 
     Refs are `team/bert@prod`, `@v3`, `@<digest>`, `@latest` or nothing for the newest version.
@@ -87,10 +81,10 @@ class Yard(Loads, Closing):
         name: str = "",
     ) -> None:
         """`name`: the URL by which a user knows it; what this node remembers goes by it."""
-        self._via = store if isinstance(store, Via) else ViaStore(store, catalogue)
+        self._settings = settings or Settings()
+        self._via = store if isinstance(store, Via) else ViaStore(store, catalogue, self._settings)
         self.catalogue = catalogue
         self._block_bytes = block_bytes
-        self._settings = settings or Settings()
         self.snapshots = Snapshots(self._settings.cache, self._settings.cache_max)
         self.byproducts = Byproducts(self.snapshots, catalogue, self._settings)
         self._remembered = Remembered(self._settings.cache, name)
@@ -145,7 +139,7 @@ class Yard(Loads, Closing):
         """Whether store and database are of this one host: nobody reads from elsewhere."""
         return (
             not self.catalogue.is_service
-            and isinstance(self.store, LocalStore)
+            and folder_of(self.store) is not None
             and self.registry.database.is_sqlite
         )
 
@@ -159,6 +153,7 @@ class Yard(Loads, Closing):
         message: str = "",
         metrics: Mapping[str, float] | None = None,
         tags: Mapping[str, str] | None = None,
+        metadata: Mapping[str, Any] | None = None,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
         replication: int | None = None,
@@ -180,6 +175,7 @@ class Yard(Loads, Closing):
             "parent": str(Ref.parse(parent)) if parent is not None else None,
             "metrics": dict(metrics or {}),
             "tags": dict(tags or {}),
+            "metadata": dict(metadata or {}),
             "alias": AliasName(alias).text if alias is not None else None,
             "expect_latest": expect_latest,
             "replication": replication,
@@ -231,7 +227,7 @@ class Yard(Loads, Closing):
     def pull(
         self,
         ref: str,
-        folder: str | Path,
+        dir: str | Path,
         *,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
@@ -244,7 +240,7 @@ class Yard(Loads, Closing):
         """
         version = self._version_to_use(ref)
         manifest = self._manifest_of(version)
-        target = Path(folder)
+        target = Path(dir)
         plan = plan_snapshot(manifest, Choice(include, exclude))
         with translated(target):
             target.mkdir(parents=True, exist_ok=True)
@@ -341,6 +337,7 @@ class Yard(Loads, Closing):
             max_host_bytes,
             self._settings.poll_s if poll_s is None else poll_s,
             self.on_event,
+            self._settings,
         )
         known = self.resolve(applied) if isinstance(applied, str) else applied
         return Follower(following, Resident(module), known)
@@ -349,34 +346,13 @@ class Yard(Loads, Closing):
         """What a version consists of."""
         return self._manifest_of(self.resolve(ref))
 
-    def resolve(self, ref: str) -> Version:
-        """The version a ref means now. Raises NoSuchThing."""
-        return self.catalogue.resolve(Ref.parse(ref))
-
-    def models(self) -> list[Model]:
-        """All of them, by name."""
-        return _all(
-            lambda last: self.catalogue.models(
-                after=None if last is None else ModelName.parse(last.name), limit=_PAGE
-            )
-        )
-
-    def versions(self, name: str) -> list[Version]:
-        """All of them, the newest first."""
-        model = ModelName.parse(name)
-        return _all(
-            lambda last: self.catalogue.versions(
-                model, before=None if last is None else last.number, limit=_PAGE
-            )
-        )
-
-    def diff(self, before: str, after: str) -> Diff:
-        """Tensors and files added, removed and changed, and the bytes both have.
+    def diff(self, a: str, b: str) -> Diff:
+        """Tensors and files added, removed and changed from `a` to `b`, and the bytes both have.
 
         Small tensors in blocks that differ are read. Offline they are not, and all of such a block
         count as changed. Raises NoSuchThing, Damaged, Retryable.
         """
-        old, new = self.resolve(before), self.resolve(after)
+        old, new = self.resolve(a), self.resolve(b)
         was, now = self._manifest_of(old), self._manifest_of(new)
         if not (doubtful := doubtful_pairs(was, now)):
             return diff_manifests(was, now)
@@ -408,65 +384,6 @@ class Yard(Loads, Closing):
         self.registry.settle_replication(self.store)
         self.settle()
         return kept
-
-    def delete(self, ref: str, *, reason: str = "") -> Version:
-        """Take a version out of sight. Raises NoSuchThing, Protected."""
-        removed = self.catalogue.remove(Ref.parse(ref), reason=reason)
-        self.settle()
-        return removed
-
-    def delete_model(self, name: str) -> None:
-        """Remove a model that has no versions any more. Raises NoSuchThing, Protected."""
-        self.catalogue.remove_model(ModelName.parse(name))
-        self.settle()
-
-    def set_alias(
-        self,
-        name: str,
-        alias: str,
-        to: int | str | None,
-        *,
-        reason: str = "",
-        expect: int | Anything | None = ANYTHING,
-    ) -> AliasMove:
-        """Put an alias on a version (its number, or a selector such as `v3`); None removes it.
-
-        `expect=3`: only if it is on version 3 now; `expect=None`: only if there is no such alias.
-        Raises NoSuchThing, AliasMoved.
-        """
-        model = ModelName.parse(name)
-        number = self.resolve(f"{model}@{to}").number if isinstance(to, str) else to
-        moved = self.catalogue.move_alias(
-            model, AliasName(alias), number, reason=reason, expect=expect
-        )
-        self.settle()
-        return moved
-
-    def alias_log(self, name: str, alias: str, *, as_of: datetime | None = None) -> list[AliasMove]:
-        """All moves of an alias, newest first; with `as_of` those up to then."""
-        model, moved = ModelName.parse(name), AliasName(alias)
-        return _all(
-            lambda last: self.catalogue.alias_log(
-                model,
-                moved,
-                as_of=as_of,
-                before=None if last is None else last.number,
-                limit=_PAGE,
-            )
-        )
-
-    def rollback_alias(self, name: str, alias: str, *, reason: str = "") -> AliasMove:
-        """Put an alias back where it was before its last move."""
-        moved = self.catalogue.rollback_alias(
-            ModelName.parse(name), AliasName(alias), reason=reason
-        )
-        self.settle()
-        return moved
-
-    def set_retention(self, name: str, retention: Retention | None) -> None:
-        """Say which versions of a model gc may remove by itself; None: none."""
-        self.catalogue.set_retention(ModelName.parse(name), retention)
-        self.settle()
 
     def settle(self) -> None:
         """Have the records of what was just done written into the store.
@@ -541,12 +458,3 @@ class Yard(Loads, Closing):
 
     def _expect(self, version: Version) -> None:
         self._via.expect(version)
-
-
-def _all(page: Callable[[_T | None], list[_T]]) -> list[_T]:
-    """All that a catalogue lists: `page` gives what comes after an item, as much as fits."""
-    found = more = page(None)
-    while len(more) == _PAGE:
-        more = page(more[-1])
-        found = [*found, *more]
-    return found

@@ -13,10 +13,11 @@ import typer
 from cli_runs import Cli
 
 import weightyard
-from weightyard.cli import app
+from weightyard.cli import app, cluster
 from weightyard.cli.panels import Panel
 from weightyard.names import ModelName
 from weightyard.records import Retention
+from weightyard.testing.cluster.recorded import Record, RecordedDaemon, Status
 
 PAGE = Path(__file__).parents[2] / "docs" / "cli.md"
 BERT = "team/bert"
@@ -24,7 +25,7 @@ RUN = ModelName("team", "run42")
 
 OPEN = {
     "metrics", "tags", "metadata", "structure", "shared_with", "aliases",
-    "stages", "read_paths", "datanodes", "hosts", "distances",
+    "stages", "stage_bytes", "read_paths", "datanodes", "hosts", "distances",
 }  # fmt: skip
 """Whose keys are data."""
 
@@ -76,6 +77,7 @@ def _fill(cli: Cli, base: Path, tuned: Path, tmp_path: Path) -> dict[str, Any]:
     seen["ls --runs"] = run("ls", "--runs")
     seen["show"] = run("show", BERT, "--tensors")
     seen["diff"] = run("diff", f"{BERT}@v1", f"{BERT}@v2")
+    seen["annotate"] = run("annotate", BERT, "--tag", "a=b")
     seen["alias set"] = run("alias", "set", BERT, "prod", "2")
     seen["alias log"] = run("alias", "log", BERT, "prod")
     seen["alias rollback"] = run("alias", "rollback", BERT, "prod")
@@ -123,6 +125,13 @@ def test_the_page_lists_exactly_the_keys_that_are_printed(
         parents = {key[: at.start()] for key in keys for at in re.finditer(r"\[\]|\.", key)}
         assert keys - documented == set(), f"{section}: not documented"
         assert documented - keys - parents == set(), f"{section}: not printed"
+
+
+def test_the_page_lists_the_keys_of_the_cluster_too() -> None:
+    daemon = RecordedDaemon("namenode", "127.0.0.1:9870", 7, 7, "boot")
+    record = Record("hdfs://127.0.0.1:9000", "/conf", ("http://127.0.0.1:9870",), (daemon,))
+    printed = cluster._as_json(Status(record, ("namenode",), 3, True))
+    assert _documented("cluster") == set(_printed(printed))
 
 
 def _commands(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import filecmp
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -11,11 +13,20 @@ import hdfs_native
 import pytest
 from cli_runs import Cli
 from hdfs_native import WriteOptions
+from patience import be_patient
+from service_world import served
 
 from weightyard.errors import Conflict
-from weightyard.names import FilePath
+from weightyard.names import FilePath, TokenName
+from weightyard.records import Role
+from weightyard.registry import migrate
+from weightyard.registry.database import Database
+from weightyard.registry.registry import Registry
+from weightyard.service.app import create_app
+from weightyard.service.serving import open_service
 from weightyard.settings import Settings
 from weightyard.storage.hdfs.tree import HdfsTree
+from weightyard.storage.opening import open_store
 from weightyard.storage.store import ReadPath
 from weightyard.testing.cluster import MiniCluster, damage
 
@@ -82,6 +93,45 @@ def test_the_story_of_the_readme_works_on_hdfs(
     checked = hdfs.json("check", "--read-data")
     assert checked["clean"]
     assert checked["read_bytes"] > checked["stored_bytes"]  # more than one replica
+
+
+@pytest.mark.parametrize("way", ["straight", "by service"])
+def test_load_reports_each_time_it_loaded_and_that_bytes_came_from_datanodes(
+    hdfs: Cli, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    pytest.importorskip("torch")
+    be_patient(monkeypatch)
+    with by_service(tmp_path) if way == "by service" else nullcontext():
+        hdfs.ok("push", base, BERT, "--alias", "prod")
+        prod = f"{BERT}@prod"
+        reports = hdfs.json("load", prod, "--report", "--repeat", "3", "--no-cache")["reports"]
+        assert len(reports) == 3
+        for report in reports:
+            assert report["bytes"] == (256 * 256 + 256 * 128) * 4
+            assert report["read_paths"] == {"direct": report["stored_bytes"]}
+            assert sum(report["datanodes"].values()) == report["stored_bytes"] > 0
+            assert not report["from_snapshot"]
+        told = hdfs.ok("load", prod, "--report", "--repeat", "2", "--no-cache")
+        assert told.count("direct") == 2
+
+
+@contextmanager
+def by_service(folder: Path) -> Iterator[None]:
+    """Commands name a service in front of the store, instead of the store."""
+    settings = Settings(home=folder / "service")
+    database = Database(f"sqlite:///{folder}/registry.db")
+    migrate.upgrade(database)
+    secret = Registry(database).create_token(TokenName("test"), Role.WRITE, ["*"]).secret
+    with (
+        open_store(os.environ["WEIGHTYARD_STORE"], settings) as store,
+        served(create_app(open_service(store, database, settings, "127.0.0.1"))) as url,
+        pytest.MonkeyPatch.context() as patched,
+    ):
+        patched.delenv("WEIGHTYARD_STORE")
+        patched.setenv("WEIGHTYARD_URL", url)
+        patched.setenv("WEIGHTYARD_TOKEN", secret)
+        yield
+    database.close()
 
 
 def test_a_folder_in_hdfs_is_pushed_without_touching_a_local_disk(

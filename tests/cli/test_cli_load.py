@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ def test_a_report_shows_parts_of_a_stage_below_it_and_says_that_they_are_sums(
     parts = [line for line in lines if line.startswith("· ")]
     assert [line.split()[1] for line in parts] == ["locate", "fetch", "decode"]
     assert all(line.endswith("of it, over all threads") for line in parts)
+    assert all(re.search(r"\d [KMG]?i?B ", line) for line in parts[1:]), "and the bytes they moved"
     assert lines[lines.index(parts[0]) - 1].startswith("read ")
     assert not [line for line in lines if line.startswith(("locate", "fetch", "decode"))]
 
@@ -42,6 +44,7 @@ def test_a_report_of_a_snapshot_shows_only_what_happened(cli: Cli, base: Path) -
         assert absent not in out, out
     told = cli.json("load", BERT, "--report")["reports"][0]
     assert {"locate", "fetch", "decode"} <= told["stages"].keys(), "scripts find all of them"
+    assert told["cached_bytes"] == told["stage_bytes"]["map"] == told["bytes"] > 0
 
 
 @pytest.mark.parametrize("command", ["load", "pull"])

@@ -74,6 +74,49 @@ def test_a_version_keeps_what_its_author_said_of_it(cli: Cli, base: Path, tuned:
     assert "256×128" in human
 
 
+def test_what_is_said_of_a_version_can_be_said_later(cli: Cli, base: Path) -> None:
+    cli.ok(
+        "push", base, BERT, "--tag", "task=qa", "--metadata", "rows=87599",
+        "--metadata", 'data={"name": "squad"}', "--metadata", "by=the lab",
+    )  # fmt: skip
+    said = {"rows": 87599, "data": {"name": "squad"}, "by": "the lab"}
+    assert cli.json("show", BERT)["metadata"] == said
+    shown = cli.ok("show", BERT)
+    assert 'rows=87599, data={"name": "squad"}, by=the lab' in shown
+    changed = cli.json(
+        "annotate", BERT, "-m", "better said", "--metric", "f1=0.9", "--tag", "reviewed=yes",
+        "--metadata", "rows=3", "--remove", "task", "--remove", "by",
+    )  # fmt: skip
+    assert (changed["message"], changed["metrics"]) == ("better said", {"f1": 0.9})
+    assert (changed["tags"], changed["metadata"]) == (
+        {"reviewed": "yes"},
+        {"rows": 3, "data": {"name": "squad"}},
+    )
+    assert "team/bert@v1 is annotated" in cli.ok("annotate", BERT, "--tag", "a=b")
+    assert cli("annotate", BERT).code == 2, "something must be said"
+    assert cli("annotate", BERT, "--metric", "f1=good").code == 2
+    assert "no model" in cli.refused(2, "annotate", "team/none", "--tag", "a=b")
+
+
+def test_ls_lists_a_project_and_the_versions_with_a_tag(cli: Cli, base: Path) -> None:
+    for name in (BERT, "team/gpt", "teammates/bert"):
+        cli.ok("push", base, name)
+    cli.ok("push", base, BERT, "--tag", "stage=eval", "--tag", "lang=de")
+    cli.ok("push", base, BERT, "--tag", "stage=eval")
+    assert [model["name"] for model in cli.json("ls", "team/")["models"]] == [BERT, "team/gpt"]
+    assert cli.json("ls", "nobody/")["models"] == []
+
+    def tagged(*tags: str) -> list[int]:
+        options = [word for tag in tags for word in ("--tag", tag)]
+        return [one["number"] for one in cli.json("ls", BERT, *options)["versions"]]
+
+    assert tagged("stage=eval") == [3, 2]
+    assert tagged("stage=eval", "lang=de") == [2]
+    assert tagged("stage=prod") == []
+    assert cli("ls", "--tag", "a=b").code == 2, "of which model?"
+    assert cli("ls", "../").code == 2
+
+
 def test_diff_names_the_tensor_that_changed_and_the_bytes_shared(
     cli: Cli, base: Path, tuned: Path
 ) -> None:

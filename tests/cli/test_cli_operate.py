@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ from cli_runs import Cli
 
 import weightyard
 from weightyard.names import AliasName, ModelName
+from weightyard.registry.database import now_ms
 
 BERT = "team/bert"
 
@@ -36,11 +39,13 @@ def test_gc_frees_what_rm_said_and_keeps_the_rest(two: Cli, base: Path, tmp_path
 
 
 def test_a_short_grace_on_a_shared_yard_must_be_meant(
-    two: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, base: Path, postgres: Callable[[], str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("weightyard.yard.Yard.is_embedded", property(lambda yard: False))
-    assert "--unsafe-grace" in two.refused(2, "gc", "--grace", "1h")
-    two.ok("gc", "--grace", "1h", "--unsafe-grace")
+    monkeypatch.setenv("WEIGHTYARD_DB", postgres())
+    monkeypatch.setenv("WEIGHTYARD_DEADLINE_S", "30")
+    cli.ok("push", base, BERT)
+    assert "--unsafe-grace" in cli.refused(2, "gc", "--grace", "1h")
+    cli.ok("gc", "--grace", "1h", "--unsafe-grace")
 
 
 def test_check_names_what_is_damaged_and_which_versions_need_it(two: Cli, tmp_path: Path) -> None:
@@ -199,3 +204,40 @@ def test_doctor_fails_with_advice_where_something_is_wrong(
     ran = two("doctor", "-q")
     assert ran.code == 1
     assert "fail  binding: " in ran.out
+
+
+def test_every_finding_of_doctor_that_is_not_well_says_what_to_do(
+    two: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightyard.doctor._LITTLE_ROOM_BYTES", 1 << 62)
+    for words in (
+        ["--yard", "hdfs://127.0.0.1:1/yard"],
+        ["--yard", "http://127.0.0.1:1"],
+        ["--yard", "s3://bucket"],
+        ["--yard", tmp_path / "none"],
+        [],
+    ):
+        findings = json.loads(two("doctor", "--json", *words).out)["findings"]
+        unwell = [one for one in findings if one["state"] != "ok"]
+        assert unwell, words
+        assert [one for one in unwell if not one["advice"]] == [], words
+
+
+@pytest.mark.parametrize(
+    ("off_s", "state", "said"),
+    [
+        (0, "ok", "agree to"),
+        (60, "warn", "behind the database"),
+        (-60, "warn", "ahead of the database"),
+        (600, "fail", "behind the database"),
+    ],
+)
+def test_doctor_tells_of_a_clock_that_is_off(
+    two: Cli, monkeypatch: pytest.MonkeyPatch, off_s: int, state: str, said: str
+) -> None:
+    monkeypatch.setattr("weightyard.doctor.now_ms", lambda: now_ms() + off_s * 1000)
+    ran = two("doctor", "--json")
+    (clock,) = [one for one in json.loads(ran.out)["findings"] if one["check"] == "clock"]
+    assert (clock["state"], said in clock["message"]) == (state, True), clock
+    assert ("NTP" in clock["advice"]) == (state != "ok")
+    assert ran.code == (1 if state == "fail" else 0)

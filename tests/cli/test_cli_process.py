@@ -7,6 +7,7 @@ import os
 import pty
 import re
 import signal
+import socket
 import sqlite3
 import subprocess
 import sys
@@ -114,8 +115,29 @@ def test_a_terminal_gets_colours_and_progress_unless_it_says_no(cli: Cli, base: 
     assert re.search(r"\x1b\[[0-9;]*m", shown)
     code, shown = _on_terminal([*cli.command("push", base, BERT, "-q")], env)
     assert shown.split() == [f"{BERT}@v2"]
-    code, shown = _on_terminal([*cli.command("show", BERT)], {**env, "NO_COLOR": "1"})
-    assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", shown)
+    colour = re.compile(r"\x1b\[(?:[0-9]+;)*3[0-9]m")
+    code, shown = _on_terminal([*cli.command("doctor")], env)
+    assert colour.search(shown), shown
+    code, shown = _on_terminal([*cli.command("doctor")], {**env, "NO_COLOR": "1"})
+    assert "store:" in shown
+    assert not colour.search(shown), shown
+
+
+def test_the_bar_on_a_terminal_shows_rate_and_time_left() -> None:
+    script = """
+import time
+from weightyard.cli.progress import bar
+with bar("Pushing", 1 << 40) as advance:
+    for _ in range(8):
+        advance(10 << 20)
+        time.sleep(0.15)
+"""
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "NO_COLOR": "1"}
+    code, shown = _on_terminal([sys.executable, "-c", script], env)
+    assert code == 0
+    assert re.search(r"Pushing .*/1\.0 TiB +[\d.]+ [kMG]B/s +(\d+ days?, )?\d+:\d\d:\d\d", shown), (
+        shown
+    )
 
 
 def test_on_a_terminal_rm_takes_no_for_an_answer(cli: Cli, base: Path) -> None:
@@ -157,17 +179,24 @@ def test_the_story_of_make_run_runs_through(
 ) -> None:
     monkeypatch.setenv("WEIGHTYARD_HOME", str(example_home))
     monkeypatch.delenv("WEIGHTYARD_DEADLINE_S")
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "try_it.py")],
-        capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT,
-        stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    with socket.socket() as taken:
+        try:
+            taken.bind(("127.0.0.1", 8600))
+            taken.listen()
+            first_free = 8601
+        except OSError:
+            first_free = 8600  # somebody else has it, who may leave meanwhile
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "examples" / "try_it.py")],
+            capture_output=True, text=True, timeout=LIMIT_S, cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     assert "example/tiny@prod is on v2; it was on v1" in done.stdout
     assert '"latest":2' in done.stdout.replace(" ", "")
     port = re.search(r"http://127\.0\.0\.1:(\d+)", done.stdout)
     assert port is not None
-    assert int(port[1]) >= 8600
+    assert int(port[1]) >= first_free
     assert cli.json("show", "example/tiny@prod")["version"] == 2
 
 

@@ -43,6 +43,15 @@ def test_the_same_words_work_through_a_service(
     assert shown["cost"]["shared_with"].keys() == {f"{BERT}@v1"}
     assert shown["last_used"] is not None
     assert len(remote.json("ls", BERT)["versions"]) == 2
+    differ = remote.json("diff", f"{BERT}@v1", f"{BERT}@v2")
+    assert differ["tensors_changed"] == ["model.safetensors:head"]
+    remote.ok("alias", "rollback", BERT, "prod", "--reason", "latency")
+    assert remote.json("show", f"{BERT}@prod")["version"] == 1
+    said = remote.json("annotate", f"{BERT}@v2", "--tag", "reviewed=yes", "--metadata", "rows=3")
+    assert (said["tags"], said["metadata"]) == ({"reviewed": "yes"}, {"rows": 3})
+    assert [
+        one["number"] for one in remote.json("ls", BERT, "--tag", "reviewed=yes")["versions"]
+    ] == [2]
     assert remote.json("doctor")["ok"]
 
 

@@ -1,7 +1,10 @@
-"""Crashes pushes and gc on an HDFS store, all in one yard, and says what did not hold at the end.
+"""Crashes pushes, removals and gc on an HDFS store, all in one yard; says what did not hold.
 
 A program: `python crash_on_hdfs.py CONFIG.json`, answers in JSON. HDFS clients have threads, so
 every step is a process of its own, forked before anything is open.
+
+What an operation has to do may depend on what those before it left, so no call is planned: it is
+done again and again, each time failing one call later, until it comes to its end.
 """
 
 from __future__ import annotations
@@ -12,17 +15,20 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 import crash_world
-from crash_points import Call, Calls, Point, state_changes
+from crash_points import WRITES, Calls, Point
 from crash_world import OPTIONS, noise
 from ending import end_with_parent
 from pushing import BERT, push, read_back
 
 from weightyard.errors import YardError
 from weightyard.names import ModelName, Ref
+from weightyard.records import GcReport
 from weightyard.registry import binding, migrate
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
@@ -31,8 +37,40 @@ from weightyard.storage.hdfs.store import HdfsStore
 from weightyard.storage.retry import Retry, RetryingStore
 from weightyard.storage.store import Store
 
+OPERATIONS = ("push", "rm", "gc")
 TRASH = ModelName("team", "trash")
 LIMIT_S = 900
+
+_CHANGES = ("stage", "close", "publish", "delete", "adjust")
+_EACH = 10_000
+"""Seeds that each has for itself."""
+
+
+class StateChanges(Calls):
+    """Counts where files are made, get or lose their names, and what was written is committed.
+
+    At the one with this number it is killed.
+    """
+
+    def __init__(self, kill_at: int | None = None) -> None:
+        super().__init__()
+        self.changes = 0
+        self._kill_at = kill_at
+        self._has_written = False
+
+    def _note(self, kind: str, name: str) -> str | None:
+        super()._note(kind, name)
+        with self._lock:
+            is_change = name in _CHANGES or (name == "COMMIT" and self._has_written)
+            if kind == "sql":
+                self._has_written = name != "COMMIT" and (
+                    self._has_written or name.startswith(WRITES)
+                )
+            if is_change:
+                if self.changes == self._kill_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                self.changes += 1
+        return None
 
 
 class Yard:
@@ -42,81 +80,125 @@ class Yard:
         self.database = Database(config["database"])
         self._hdfs = HdfsStore(config["store"], Settings(hadoop_conf_dir=Path(config["conf"])))
         self.store: Store = RetryingStore(self._hdfs)
+        self._acknowledged = Path(config["acknowledged"])
         migrate.upgrade(self.database)
         binding.bind(self.database, self.store)
         self.registry = Registry(self.database, who="alice")
 
-    def push(self, store: Store, seed: int, model: ModelName = BERT) -> str:
+    def push(self, store: Store, seed: int) -> None:
         contents = contents_of(seed)
-        version = push(
-            self.registry, store, *contents, model=model, options=OPTIONS, message=str(seed)
-        )
+        version = push(self.registry, store, *contents, options=OPTIONS, message=str(seed))
+        self._acknowledge("there", version.ref)
         self.registry.flush_outbox(store)
+
+    def litter(self, seed: int) -> str:
+        """A pack of which a push of the same seed needs the lesser half."""
+        contents = [contents_of(seed)[0], noise(seed, 80_000)]
+        version = push(self.registry, self.store, *contents, model=TRASH, options=OPTIONS)
+        self._acknowledge("there", version.ref)
+        self.registry.flush_outbox(self.store)
         return version.ref
 
-    def collect(self, store: Store) -> None:
-        crash_world.do_gc(self.registry, store)
-
-    def litter(self, seed: int) -> None:
-        """Something for gc to do."""
-        ref = self.push(self.store, seed, TRASH)
+    def remove(self, store: Store, ref: str) -> None:
         self.registry.remove(Ref.parse(ref))
+        self._acknowledge("gone", ref)
+        self.registry.flush_outbox(store)
 
-    def attempt(self, work: Callable[[Store], object], point: Point | None) -> list[Call]:
-        """Do something that fails at a point, beneath what tries again: so HDFS loses answers."""
-        calls = Calls(point)
+    def collect(self, store: Store) -> GcReport:
+        return crash_world.do_gc(self.registry, store)
+
+    def prepare(self, operation: str, seed: int) -> Callable[[Store], object]:
+        """What is there before an operation, and how it is done."""
+        if operation == "push":
+            return lambda store: self.push(store, seed)
+        trash = self.litter(seed)
+        if operation == "rm":
+            return lambda store: self.remove(store, trash)
+        self.push(self.store, seed)
+        self.remove(self.store, trash)
+        return self.collect
+
+    def recover(self) -> None:
+        """Do what is left of those that were killed, so that the next one has only its own."""
+        while self.registry.flush_outbox(self.store):
+            pass
+        crash_world.collect(self.registry, self.store)
+
+    def attempt(self, work: Callable[[Store], object], calls: Calls) -> object:
+        """Do something, failing beneath what tries again: so HDFS loses answers."""
         store = RetryingStore(calls.store(self._hdfs), Retry(deadline_s=120))
         with calls.database(self.database):
-            work(store)
-        return calls.seen
+            return work(store)
+
+    def acknowledged(self) -> dict[str, str]:
+        """What became of versions, as far as someone was told."""
+        lines = self._acknowledged.read_text().splitlines()
+        return dict(line.split()[::-1] for line in lines)  # type: ignore[misc]
+
+    def _acknowledge(self, what: str, ref: str) -> None:
+        with self._acknowledged.open("a") as file:
+            file.write(f"{what} {ref}\n")
 
 
 def contents_of(seed: int) -> list[bytes]:
     return [noise(3 * seed), noise(3 * seed + 1), noise(3 * seed + 2)]
 
 
-def count(config: dict[str, Any]) -> dict[str, list[Call]]:
-    """The calls of a clean push and a clean gc."""
+def count_changes(config: dict[str, Any]) -> dict[str, int]:
+    """How often operations that nothing happens to change the state."""
     yard = Yard(config)
-    yard.push(yard.store, 0)  # makes the model: that is done once
-    pushing = yard.attempt(lambda store: yard.push(store, 1), None)
-    for seed in (2, 3):  # the first gc has more to do than those to come
-        yard.litter(seed)
-        collecting = yard.attempt(yard.collect, None)
-    return {"push": pushing, "gc": collecting}
+    yard.push(yard.store, 1)
+    yard.litter(2)  # makes the model, as the push before: that is done once
+    changes = {}
+    for seed, operation in enumerate(OPERATIONS, 3):
+        yard.recover()
+        calls = StateChanges()
+        yard.attempt(yard.prepare(operation, seed), calls)
+        changes[operation] = calls.changes
+    return changes
 
 
-def lose_answers(config: dict[str, Any], calls: dict[str, list[Call]]) -> list[str]:
+def lose_answers(config: dict[str, Any], operation: str, seed: int) -> dict[str, Any]:
     """Lose the answer of every call on the store once. None of it may even be noticed."""
     yard = Yard(config)
     problems = []
-    lost = [(one, call) for one, seen in calls.items() for call in seen if call[0] == "store"]
-    for seed, (operation, call) in enumerate(lost, 100):
-        point = Point(operation, *call, "after")
-        if operation == "gc":
-            yard.litter(seed)
-        work = (
-            yard.collect if operation == "gc" else lambda store, seed=seed: yard.push(store, seed)
-        )
+    for number in count():
+        point = Point(operation, "store", number, "", "after")
+        calls, done = Calls(point), None
+        work = yard.prepare(operation, seed + number)
         try:
-            yard.attempt(work, point)
+            done = yard.attempt(work, calls)
         except YardError as why:
             problems.append(f"{point}: {why!r}")
-    return problems
+        if isinstance(done, GcReport) and not done.packs_rewritten:
+            problems.append(f"{point}: no pack was rewritten")
+        if not calls.is_reached:
+            return {"lost": number, "problems": problems}
+    raise AssertionError("unreachable")
 
 
-def be_killed(config: dict[str, Any], point: Point, seed: int) -> list[str]:
+def be_killed(config: dict[str, Any], operation: str, number: int, seed: int) -> dict[str, Any]:
+    """Returns only if there are not so many changes."""
     yard = Yard(config)
-    if point.operation == "gc":  # how many calls it has depends on what others left
-        yard.litter(seed)
-        yard.attempt(yard.collect, point)
-        return []
-    yard.attempt(lambda store: yard.push(store, seed), point)
-    return [f"{point}: was not reached"]
+    yard.recover()
+    calls = StateChanges(kill_at=number)
+    yard.attempt(yard.prepare(operation, seed), calls)
+    return {"problems": []}
 
 
-def verify(config: dict[str, Any]) -> list[str]:
-    """Everything visible is whole; nothing is left over."""
+def kill_all(config: dict[str, Any], operation: str, seed: int) -> dict[str, Any]:
+    """Kill it at each of its share of changes. How often that happened."""
+    first, shares = config["share"]
+    for kills in count():
+        number = first + kills * shares
+        said = apart(partial(be_killed, config, operation, number, seed + number))
+        if said is not None:
+            return {"kills": kills, **said}
+    raise AssertionError("unreachable")
+
+
+def verify(config: dict[str, Any]) -> dict[str, Any]:
+    """Everything visible is whole, all that was acknowledged is so, and nothing is left over."""
     yard = Yard(config)
     while yard.registry.flush_outbox(yard.store):
         pass
@@ -133,7 +215,11 @@ def verify(config: dict[str, Any]) -> list[str]:
             problems.append(f"{version.ref} has other bytes than were pushed")
     if sorted(version.number for version in versions) != list(range(1, len(versions) + 1)):
         problems.append("numbers are missing")
-    return [*problems, *crash_world.find_orphans(yard.database, yard.store)]
+    seen = {version.ref for name in (BERT, TRASH) for version in yard.registry.versions(name)}
+    for ref, state in yard.acknowledged().items():
+        if (ref in seen) != (state == "there"):
+            problems.append(f"{ref} was acknowledged to be {state}, and is not")
+    return {"problems": [*problems, *crash_world.find_orphans(yard.database, yard.store)]}
 
 
 def apart(work: Callable[[], Any]) -> Any:
@@ -146,7 +232,7 @@ def apart(work: Callable[[], Any]) -> Any:
         try:
             said = json.dumps(work())
         except BaseException:  # noqa: BLE001 - a fork must not go on as its parent
-            said = json.dumps([traceback.format_exc()])
+            said = json.dumps({"problems": [traceback.format_exc()]})
         os.write(to_parent, said.encode())
         os._exit(0)
     os.close(to_parent)
@@ -154,26 +240,22 @@ def apart(work: Callable[[], Any]) -> Any:
         said = answer.read()
     _, status = os.waitpid(pid, 0)
     if status not in (0, signal.SIGKILL):
-        return [f"ended with status {status}"]
+        return {"problems": [f"ended with status {status}"]}
     return json.loads(said) if said else None
 
 
 def main() -> None:
     end_with_parent()
     config = json.loads(Path(sys.argv[1]).read_text())
-    calls: dict[str, list[Call]] = apart(lambda: count(config))
-    problems: list[str] = apart(lambda: lose_answers(config, calls)) or []
-    kills = [
-        Point(operation, *call, "kill")
-        for operation, seen in calls.items()
-        for call in state_changes([(kind, index, name) for kind, index, name in seen])
-    ]
-    first, shares = config["share"]
-    kills = kills[first::shares]
-    for seed, point in enumerate(kills, 1000):
-        problems += apart(lambda point=point, seed=seed: be_killed(config, point, seed)) or []
-    problems += apart(lambda: verify(config)) or []
-    print(json.dumps({"kills": len(kills), "problems": problems}))
+    found: dict[str, Any] = {"changes": apart(lambda: count_changes(config))}
+    problems: list[str] = []
+    for operation, seed in zip(OPERATIONS, count(_EACH, 2 * _EACH), strict=False):
+        lost = apart(partial(lose_answers, config, operation, seed))
+        killed = kill_all(config, operation, seed + _EACH)
+        found[operation] = {"lost": lost.get("lost"), "kills": killed["kills"]}
+        problems += [*lost["problems"], *killed["problems"]]
+    problems += apart(lambda: verify(config))["problems"]
+    print(json.dumps({**found, "problems": problems}))
 
 
 if __name__ == "__main__":

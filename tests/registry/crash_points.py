@@ -33,6 +33,7 @@ from ending import end_with_parent
 from waiting import eventually
 
 from weightyard.errors import YardError
+from weightyard.records import GcReport
 from weightyard.registry import migrate, schema
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
@@ -43,7 +44,7 @@ from weightyard.testing.faults import Fault, FaultyStore
 LIMIT_S = 120
 MODES = ("before", "after", "kill")
 _LOOKS = ("stat", "list", "locate", "read")
-_WRITES = ("INSERT", "UPDATE", "DELETE")
+WRITES = ("INSERT", "UPDATE", "DELETE")
 
 
 Call: TypeAlias = tuple[str, int, str]
@@ -73,6 +74,7 @@ class Calls:
 
     def __init__(self, point: Point | None = None, pause: Callable[[], None] | None = None) -> None:
         self.seen: list[Call] = []
+        self.is_reached = False
         self._point = point
         self._pause = pause
         self._counts = {"store": 0, "sql": 0}
@@ -124,6 +126,7 @@ class Calls:
         point = self._point
         if point is None or (point.kind, point.index) != (kind, index):
             return None
+        self.is_reached = True
         if point.mode == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if point.mode == "pause" and self._pause is not None:
@@ -267,8 +270,10 @@ def count_calls(world: World, operation: str) -> list[Call]:
     store = world.enter(0)
     calls = Calls()
     with calls.database(world.database):
-        OPERATIONS[operation](world.registry, calls.store(store))
+        done = OPERATIONS[operation](world.registry, calls.store(store))
     problems = list(crash_world.verify(world.registry, store, operation, Outcome(is_done=True)))
+    if isinstance(done, GcReport) and not done.packs_rewritten:
+        problems.append("no pack was merged")
     world.database.close()
     if problems:
         raise SystemExit(f"a clean {operation} fails: {problems}")
@@ -283,10 +288,12 @@ def attempt(world: World, store: Store, point: Point, pause: Callable[[], None] 
         with calls.database(world.database):
             OPERATIONS[point.operation](world.registry, calls.store(store))
     except YardError as why:
-        return Outcome(is_done=False, error=type(why).__name__)
+        outcome = Outcome(is_done=False, error=type(why).__name__)
     except Exception:  # noqa: BLE001 - told to whoever judges
-        return Outcome(is_done=False, error=traceback.format_exc(), is_expected=False)
-    return Outcome(is_done=True)
+        outcome = Outcome(is_done=False, error=traceback.format_exc(), is_expected=False)
+    else:
+        outcome = Outcome(is_done=True)
+    return dataclasses.replace(outcome, is_reached=calls.is_reached)
 
 
 def _make_ids_repeatable(who: str) -> None:
@@ -366,12 +373,16 @@ class Worker:
         match point.mode:
             case "kill":
                 outcome = _Beside(self._world, store, point).outcome()
-                if outcome.is_done or outcome.error:
-                    self.problems.append(f"{point}: was not reached")
-                return outcome
+                is_reached = not outcome.is_done and not outcome.error
             case "pause":
-                return _beside_gc(self._world, store, point)
-        return attempt(self._world, store, point, None)
+                outcome = _beside_gc(self._world, store, point)
+                is_reached = outcome.is_reached
+            case _:
+                outcome = attempt(self._world, store, point, None)
+                is_reached = outcome.is_reached
+        if not is_reached:
+            self.problems.append(f"{point}: was not reached")
+        return outcome
 
     def _judge(self, point: Point, outcome: Outcome) -> Iterator[str]:
         """What does not hold after a restart."""
@@ -465,7 +476,7 @@ def transactions(calls: Sequence[Call]) -> Iterator[list[Call]]:
 
 
 def is_writing(transaction: Sequence[Call]) -> bool:
-    return any(call[2].startswith(_WRITES) for call in transaction)
+    return any(call[2].startswith(WRITES) for call in transaction)
 
 
 def plan_pairs(calls: Mapping[str, Sequence[Call]]) -> list[Point]:
@@ -503,7 +514,7 @@ def main() -> None:
     if "pairs" in config:
         pairs = plan_pairs(calls)
         chosen = random.Random(config.get("seed", 0))
-        points += chosen.sample(pairs, min(config["pairs"], len(pairs)))
+        points += chosen.sample(pairs, min(config["pairs"], len(pairs)))[first::shares]
     found = run_all(world, points, jobs)
     world.end(jobs)
     counts = {operation: len(seen) for operation, seen in calls.items()}

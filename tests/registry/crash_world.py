@@ -13,8 +13,8 @@ from pushing import BERT, push, read_back
 from sqlalchemy import Connection, exists, select, update
 
 from weightyard.errors import Conflict, YardError
-from weightyard.names import AliasName, ModelName, Ref
-from weightyard.records import Publication, Version
+from weightyard.names import AliasName, Digest, ModelName, Ref, UploadId
+from weightyard.records import GcReport, Publication, Version
 from weightyard.registry import binding, schema
 from weightyard.registry.collect import GcOptions
 from weightyard.registry.database import Database
@@ -22,6 +22,7 @@ from weightyard.registry.registry import Registry
 from weightyard.registry.schema import FileState, UploadState
 from weightyard.storage import layout
 from weightyard.storage.store import Store
+from weightyard.transfer.publish import read_manifest
 from weightyard.transfer.writer import WriteOptions
 
 GPT = ModelName("team", "gpt")
@@ -36,9 +37,9 @@ MONTH_MS = 30 * 24 * 3600 * 1000
 LIMIT_S = 60.0
 
 
-def noise(seed: int) -> bytes:
+def noise(seed: int, length: int = 66_000) -> bytes:
     """A tensor that is a block of its own: too large to be bundled."""
-    return random.Random(seed).randbytes(66_000)
+    return random.Random(seed).randbytes(length)
 
 
 BEGINNING = {
@@ -51,6 +52,9 @@ BEGINNING = {
 
 PUSHED = [noise(2), noise(10), noise(11), noise(12)]
 """What `push` publishes: one block the store has, three in two packs that it has not."""
+
+KEY = "the-key"
+"""Under which `push` commits."""
 
 SAVED = [noise(20), noise(2)]
 """What `save` publishes: two ranks, of which one has a block the store has."""
@@ -102,7 +106,7 @@ def collect(registry: Registry, store: Store) -> None:
 
 
 def do_push(registry: Registry, store: Store) -> None:
-    push(registry, store, *PUSHED, options=OPTIONS, key="the-key", alias="prod", message="pushed")
+    push(registry, store, *PUSHED, options=OPTIONS, key=KEY, alias="prod", message="pushed")
     registry.flush_outbox(store)
 
 
@@ -122,12 +126,12 @@ def do_rm(registry: Registry, store: Store) -> None:
     registry.flush_outbox(store)
 
 
-def do_gc(registry: Registry, store: Store) -> None:
+def do_gc(registry: Registry, store: Store) -> GcReport:
     options = GcOptions(grace_s=0, unsafe_grace=True, pack_bytes=1 << 20)
-    registry.gc(store, options)
+    return registry.gc(store, options)
 
 
-OPERATIONS: dict[str, Callable[[Registry, Store], None]] = {
+OPERATIONS: dict[str, Callable[[Registry, Store], object]] = {
     "push": do_push,
     "save": do_save,
     "alias": do_alias,
@@ -144,6 +148,8 @@ class Outcome:
     error: str = ""
     is_expected: bool = True
     """Whether the error is one of weightyard's own."""
+    is_reached: bool = True
+    """Whether it came to the call that was to fail; whoever was killed there cannot say so."""
 
 
 def verify(registry: Registry, store: Store, operation: str, outcome: Outcome) -> Iterator[str]:
@@ -154,6 +160,7 @@ def verify(registry: Registry, store: Store, operation: str, outcome: Outcome) -
         pass
     yield from _verify_state(registry, store, operation, outcome, read_data=False)
     if operation == "push":  # whoever was told nothing does it again
+        yield from _verify_key(registry, store)
         version = push(registry, store, *PUSHED, options=OPTIONS)
         if read_back(registry, store, version) != PUSHED:
             yield "the same push, done again, is not what was pushed"
@@ -187,6 +194,23 @@ def _verify_state(
         yield "a version that was acknowledged is gone"
     yield from find_unreadable(registry, store, seen)
     yield from _verify_alias(registry, operation, is_done, seen)
+
+
+def _verify_key(registry: Registry, store: Store) -> Iterator[str]:
+    """Whoever lost the answer of a commit asks again under its key, and gets what there is."""
+    before = registry.versions(BERT)
+    commits, u = schema.commits, schema.uploads
+    done = select(u.c.name).join(commits, commits.c.upload_id == u.c.id)
+    name = registry.database.read(lambda tx: tx.scalar(done.where(commits.c.key == KEY)))
+    if [version.number for version in before] != ([2, 1] if name is None else [3, 2, 1]):
+        yield f"a push under one key made {[version.ref for version in before]}"
+    if name is None:
+        return
+    said, digest = Publication(alias="prod", message="pushed"), Digest(before[0].digest)
+    upload = registry.resume_upload(UploadId(name), said)
+    again = upload.commit(digest, read_manifest(store, digest), said, KEY)
+    if again != before[0] or registry.versions(BERT) != before:
+        yield f"the same commit under the same key gave {again}, after {before[0]}"
 
 
 def find_unreadable(registry: Registry, store: Store, seen: dict[str, Version]) -> Iterator[str]:

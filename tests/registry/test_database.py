@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import secrets
 import socket
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +22,13 @@ from bench.filling import MODEL, Filled, fill
 from weightyard.errors import BadSetting, Bug, RegistryUnavailable
 from weightyard.format.block import block_id
 from weightyard.names import AliasName, BlockId, Ref
+from weightyard.opening import open_yard
 from weightyard.records import Publication
 from weightyard.registry import database as databases
 from weightyard.registry import migrate, schema
-from weightyard.registry.database import Database
+from weightyard.registry.database import Database, is_one_of
 from weightyard.registry.registry import Registry
+from weightyard.settings import Settings
 from weightyard.storage.local import LocalStore
 
 LIMIT_S = 60.0
@@ -168,6 +172,40 @@ def steps_at(database: Database, versions: int, is_analyzed: bool) -> dict[str, 
         "a claim of one": steps(lambda: upload.claim(blocks[:1])),
         "a claim of many": steps(lambda: upload.claim(blocks)),
     }
+
+
+def test_many_values_are_looked_up_in_an_index_not_by_reading_the_table(
+    postgres: Callable[[], str], opened: Callable[[str], Database]
+) -> None:
+    database, blocks = opened(postgres()), schema.blocks
+    fill = text(
+        "INSERT INTO blocks (hash, raw_bytes) "
+        "SELECT sha256(n::text::bytea), 1 FROM generate_series(1, 60000) n"
+    )
+    database.write(lambda tx: tx.execute(fill))
+    database.write(lambda tx: tx.execute(text("ANALYZE blocks")))
+    many = [secrets.token_bytes(32) for _ in range(5000)]
+
+    def plan(tx: Connection) -> str:
+        # As if the table were many times as large: jumping about in it is dear.
+        tx.execute(text("SET LOCAL random_page_cost = 20"))
+        looked_up = select(blocks.c.id).where(is_one_of(tx, blocks.c.hash, many))
+        said = looked_up.compile(tx, compile_kwargs={"render_postcompile": True})
+        return "\n".join(
+            tx.exec_driver_sql(f"EXPLAIN {said}", dict(said.params)).scalars()  # type: ignore[arg-type]
+        )
+
+    found = database.read(plan)
+    assert "uq_blocks_hash" in found
+    assert "Seq Scan" not in found
+
+
+def test_an_embedded_yard_keeps_a_write_ahead_log(tmp_path: Path) -> None:
+    with open_yard(settings=Settings(home=tmp_path, cache=tmp_path / "cache")) as yard:
+        (file,) = tmp_path.rglob("registry.db")
+        with closing(sqlite3.connect(file)) as others:
+            assert others.execute("PRAGMA journal_mode").fetchone() == ("wal",)
+        assert yard.models() == []
 
 
 def test_a_claim_of_a_delta_revives_its_base_too(

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
-from pushing import BERT, push, read_back
-from racing import LIMIT_S, race
+from collecting import KIB, noise
+from pushing import BERT, push, read_back, write
+from racing import LIMIT_S, race, reaching
 
-from weightyard.errors import AliasMoved, KeyReused, NoSuchThing, Protected, VersionMoved
-from weightyard.names import AliasName, Ref
+from weightyard.errors import (
+    AliasMoved,
+    KeyReused,
+    NoSuchThing,
+    Protected,
+    QuotaExceeded,
+    VersionMoved,
+)
+from weightyard.names import AliasName, ModelName, Ref
+from weightyard.records import Publication, Version
 from weightyard.registry import binding
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.storage.local import LocalStore
+from weightyard.transfer.publish import publish
 
 PROD = AliasName("prod")
 
@@ -160,6 +170,34 @@ def test_of_two_commits_with_one_key_and_other_content_one_is_refused(
     assert isinstance(error, KeyReused)
     assert two.resolve(Ref.parse("team/bert")) == done.first.result()
     assert done.first.result().number == 4
+
+
+@pytest.mark.parametrize("limit", ["versions", "stored_bytes"])
+def test_of_two_commits_that_do_not_both_fit_the_quota_one_is_refused(
+    one: Registry, two: Registry, store: LocalStore, limit: str
+) -> None:
+    def begun(registry: Registry, name: str) -> Callable[[], Version]:
+        """All but the commit, in a model of its own: there is nothing else to wait for."""
+        model, said = ModelName("team", name), Publication()
+        registry.create_model(model)
+        upload = registry.open_upload(model, said)
+        manifest = write(upload, store, noise(len(name)))
+        return lambda: publish(store, upload, manifest, said, upload.id.hex)
+
+    first, second = begun(one, "ours"), begun(two, "theirs")
+    used = one.quota("team")
+    room = {"versions": used.used_versions + 1, "stored_bytes": used.used_stored_bytes + 100 * KIB}
+    one.set_quota("team", **{"versions": None, "stored_bytes": None, limit: room[limit]})
+    with reaching(two.database, "SELECT quotas", "BEGIN IMMEDIATE") as second_reached:
+        done = race(
+            one.database, "INSERT INTO commits", first, second, second_reached=second_reached
+        )
+    assert done.second_waited
+    (error,) = done.errors
+    assert isinstance(error, QuotaExceeded)
+    assert done.second.exception() is error
+    assert two.resolve(Ref.parse("team/ours")) == done.first.result()
+    assert two.versions(ModelName("team", "theirs")) == []
 
 
 def test_a_list_shows_a_version_wholly_or_not_at_all_while_it_is_committed(

@@ -20,9 +20,12 @@ from weightyard.registry import binding, schema
 from weightyard.registry.database import Database
 from weightyard.registry.rebuild import rebuild
 from weightyard.registry.registry import Registry
+from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
-from weightyard.storage.store import StagedFile, StorePath
+from weightyard.storage.opening import open_store
+from weightyard.storage.store import StagedFile, Store, StorePath
+from weightyard.testing.cluster import MiniCluster
 
 GPT = ModelName("team", "gpt")
 PROD = AliasName("prod")
@@ -58,7 +61,7 @@ def everything(registry: Registry) -> dict[str, Any]:
     return seen
 
 
-def live_a_little(registry: Registry, store: LocalStore) -> None:
+def live_a_little(registry: Registry, store: Store) -> None:
     """A bit of everything that can happen to models."""
     push(registry, store, noise(1), noise(2), alias="prod", message="first", metrics={"loss": 0.5})
     push(registry, store, noise(2), noise(3), parent="team/bert@v1", tags={"k": "v"})
@@ -72,6 +75,8 @@ def live_a_little(registry: Registry, store: LocalStore) -> None:
     registry.remove(Ref.parse("team/bert@v3"), reason="wrong")
     registry.rollback_alias(BERT, PROD, who="carol")
     push(registry, store, noise(4), model=GPT, parent="team/bert@v2", metadata={"deep": {"x": 1}})
+    push(registry, store, noise(5), model=GPT, config={"layers": 12})
+    registry.keep(Ref.parse("team/gpt@v2"), copies=3, policy="HOT")
     registry.set_retention(GPT, Retention(keep_last=3, ttl_s=60))
     registry.create_model(ModelName("team", "empty"), who="dave")
     registry.create_model(ModelName("team", "mistake"))
@@ -81,7 +86,7 @@ def live_a_little(registry: Registry, store: LocalStore) -> None:
         pass
 
 
-def train_a_little(registry: Registry, store: LocalStore) -> None:
+def train_a_little(registry: Registry, store: Store) -> None:
     """A run that was taken over twice, and thinned out."""
     registry.begin_generation(RUN, who="trainer")
     for step in (10, 20, 30):
@@ -102,13 +107,37 @@ def test_versions_numbers_aliases_and_history_come_back_equal(
     report = rebuild(store, empty)
     again = Registry(empty, who="erin")
     assert everything(again) == before
-    assert (report.models, report.versions, report.alias_moves) == (4, 6, 5)
+    kept = again.resolve(Ref.parse("team/gpt@v2"))
+    assert kept.structure["config"] == {"layers": 12}
+    assert (kept.replication, kept.policy) == (3, "HOT")
+    assert (report.models, report.versions, report.alias_moves) == (4, 7, 5)
     assert (report.lost, report.damaged) == ((), ())
     assert "tokens" in report.not_kept
     binding.bind(empty, store)
     assert again.check(store, read_data=True).is_clean
     contents = read_back(again, store, again.resolve(Ref.parse("team/bert@v2")))
     assert contents == [noise(2), noise(3)]
+
+
+@pytest.mark.long
+@pytest.mark.cluster
+def test_what_lies_in_hdfs_comes_back_equal(
+    cluster: MiniCluster, database: Database, empty: Database
+) -> None:
+    settings = Settings(hadoop_conf_dir=cluster.conf_dir)
+    with open_store(cluster.fresh_dir(), settings) as store:
+        binding.bind(database, store)
+        registry = Registry(database, store=store, who="alice")
+        live_a_little(registry, store)
+        before = everything(registry)
+        report = rebuild(store, empty)
+        assert (report.lost, report.damaged) == ((), ())
+        binding.bind(empty, store)
+        again = Registry(empty, store=store, who="erin")
+        assert everything(again) == before
+        contents = read_back(again, store, again.resolve(Ref.parse("team/bert@v2")))
+        assert contents == [noise(2), noise(3)]
+        assert push(again, store, noise(6)).ref == "team/bert@v4"
 
 
 def test_life_goes_on_after_a_rebuild(

@@ -6,11 +6,12 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from collecting import noise
+from collecting import noise, pass_time
 from pushing import BERT, push, push_delta, read_back, write
-from sqlalchemy import update
+from sqlalchemy import select, update
+from waiting import eventually
 
-from weightyard import yard as yards
+from weightyard import catalogued
 from weightyard.errors import (
     AliasMoved,
     BlockMissing,
@@ -29,15 +30,16 @@ from weightyard.format.block import MIB, block_id
 from weightyard.format.dtypes import DType
 from weightyard.format.splitting import StateTensor, split_state
 from weightyard.names import AliasName, Digest, FilePath, ModelName, Ref
-from weightyard.records import Publication
+from weightyard.records import Publication, Version
 from weightyard.registry import binding, migrate, received, schema
-from weightyard.registry.database import Database
+from weightyard.registry.database import Database, now_ms
 from weightyard.registry.registry import Registry
 from weightyard.registry.schema import FileState
 from weightyard.registry.uploads import Reading
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
 from weightyard.storage.store import Store
+from weightyard.transfer import alive
 from weightyard.transfer.publish import publish, read_manifest
 from weightyard.transfer.source import MemorySource
 from weightyard.transfer.writer import Content, Writer
@@ -132,6 +134,70 @@ def test_an_upload_whose_lease_ended_cannot_commit(database: Database, store: St
     with pytest.raises(UploadExpired, match="push again"):
         push(short, store, b"late")
     assert short.models() == []
+
+
+LEASE_S = 1000.0
+NEARLY_S = 900.0
+
+
+def test_a_heartbeat_makes_a_lease_begin_anew_and_only_that(
+    database: Database, store: Store
+) -> None:
+    binding.bind(database, store)
+    upload = Registry(database, lease_s=LEASE_S).open_upload(BERT, Publication())
+    for _ in range(3):
+        pass_time(database, NEARLY_S)
+        upload.heartbeat()
+    pass_time(database, NEARLY_S)
+    manifest = write(upload, store, NOISE)  # does not, though it asks and tells
+    pass_time(database, NEARLY_S)
+    with pytest.raises(UploadExpired, match="silent for too long"):
+        upload.heartbeat()
+    with pytest.raises(UploadExpired):
+        publish(store, upload, manifest, Publication(), "k")
+
+
+class SlowSource(MemorySource):
+    """Takes nearly a lease for each of its reads, and then as long as nobody says it lives."""
+
+    def __init__(self, data: bytes, database: Database, is_beating: bool) -> None:
+        super().__init__(data)
+        self._database = database
+        self._is_beating = is_beating
+
+    def read_into(self, offset: int, into: memoryview) -> None:
+        for _ in range(2):
+            pass_time(self._database, NEARLY_S)
+            if self._is_beating:
+                eventually(lambda: self._left_s() > NEARLY_S)
+        super().read_into(offset, into)
+
+    def _left_s(self) -> float:
+        left_ms = select(schema.uploads.c.lease_ms - now_ms())
+        return self._database.read(lambda tx: tx.scalar(left_ms) or 0) / 1000
+
+
+@pytest.mark.parametrize("is_beating", [True, False])
+def test_a_push_outlives_its_lease_as_long_as_its_heart_beats(
+    database: Database, store: Store, monkeypatch: pytest.MonkeyPatch, is_beating: bool
+) -> None:
+    monkeypatch.setattr(alive, "HEARTBEAT_S", 0.02 if is_beating else 3600.0)
+    binding.bind(database, store)
+    registry = Registry(database, lease_s=LEASE_S)
+    split = split_state([StateTensor("t", DType.U8, (len(NOISE),))], MIB)
+
+    def slow_push() -> Version:
+        with alive.kept_alive(registry.open_upload(BERT, Publication())) as upload:
+            content = Content(split, [SlowSource(NOISE, database, is_beating)])
+            manifest = manifest_of([split], Writer(store, upload).write([content]))
+            return publish(store, upload, manifest, Publication(), "k")
+
+    if is_beating:
+        assert read_back(registry, store, slow_push()) == [NOISE]
+    else:
+        with pytest.raises(UploadExpired):
+            slow_push()
+        assert registry.models() == []
 
 
 def test_concurrent_publishers_get_consecutive_numbers(registry: Registry, store: Store) -> None:
@@ -310,7 +376,7 @@ def test_what_a_project_claimed_is_published_although_its_only_version_was_remov
 def test_all_versions_models_and_moves_are_listed_however_many_fit_a_page(
     registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(yards, "_PAGE", 2)
+    monkeypatch.setattr(catalogued, "_PAGE", 2)
     for number in range(5):
         push(registry, store, b"%d" % number, alias="prod")
         push(registry, store, b"one", model=ModelName("team", f"m{number}"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -17,12 +17,16 @@ from weightyard.names import Ref, TokenName
 from weightyard.records import Role
 from weightyard.registry import migrate
 from weightyard.registry.database import Database
+from weightyard.registry.registry import Registry
 from weightyard.service import app as apps
 from weightyard.service import operate
+from weightyard.service.app import create_app
 from weightyard.service.auth import GuardedRoute
 from weightyard.service.serving import open_service
 from weightyard.settings import Settings
 from weightyard.storage.local import LocalStore
+from weightyard.storage.retry import RetryingStore
+from weightyard.storage.store import Store
 
 _MODEL = "/models/{project}/{name}"
 _VERSION = _MODEL + "/versions/{number}"
@@ -308,6 +312,14 @@ class TestOpen:
     def test_a_name_that_was_made_to_point_here_stays_out(self, world: World, base: str) -> None:
         assert world.call("GET", "models", token=None, base=base).status_code == 401
 
+    @pytest.mark.parametrize(
+        "name", ["Forwarded", "Via", "X-Forwarded-For", "X-Forwarded-Proto", "X-Real-IP"]
+    )
+    def test_a_proxy_on_this_host_brings_nobody_in(self, world: World, name: str) -> None:
+        refused = world.call("GET", "models", token=None, headers={name: "for=10.0.0.7"})
+        assert (refused.status_code, refused.json()["code"]) == (401, "unauthenticated")
+        assert "token create" in refused.json()["detail"]
+
     def test_on_another_address_it_does_not_start(self, tmp_path: Path) -> None:
         database = Database(f"sqlite:///{tmp_path}/other.db")
         migrate.upgrade(database)
@@ -316,6 +328,26 @@ class TestOpen:
             with pytest.raises(NotAllowed, match="token create"):
                 open_service(store, database, Settings(), host)
         database.close()
+
+    def test_a_yard_that_others_use_is_never_served_open(
+        self, tmp_path: Path, postgres: Callable[[], str]
+    ) -> None:
+        elsewhere = LocalStore(tmp_path / "elsewhere")
+        cases: list[tuple[str, Store]] = [
+            (f"sqlite:///{tmp_path}/other.db", RetryingStore(elsewhere)),
+            (postgres(), LocalStore(tmp_path / "folder")),
+        ]
+        for url, store in cases:
+            database = Database(url)
+            migrate.upgrade(database)
+            with pytest.raises(NotAllowed, match="token create"):
+                open_service(store, database, Settings(), "127.0.0.1")
+            token = Registry(database).create_token(TokenName("me"), Role.ADMIN, ["*"], who="test")
+            service = open_service(store, database, Settings(), "127.0.0.1")
+            world = World(service, create_app(service), {"me": token.secret})
+            assert world.call("GET", "models", token="me").status_code == 200
+            assert world.call("GET", "models", token=None).status_code == 401
+            database.close()
 
 
 class TestProxy:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 
+import jsonschema_rs
 import pytest
 from service_world import World, push
 
 from weightyard import errors
 from weightyard.errors import RegistryUnavailable, YardError
 from weightyard.names import AliasName, ModelName, Ref
-from weightyard.service import problems
+from weightyard.service import openapi, problems
 
 BERT = "models/team/bert"
 
@@ -110,6 +111,17 @@ def test_a_version_changes_only_as_it_was_read(two: World) -> None:
         two.call("GET", path, headers={"If-None-Match": changed.headers["etag"]}).status_code == 304
     )
     assert two.call("PATCH", path, json={"digest": "x"}).status_code == 422
+
+
+def test_what_the_client_has_is_not_sent_again(two: World) -> None:
+    tags = {}
+    for path in (BERT, f"{BERT}/resolve/prod", f"{BERT}/aliases/prod", f"{BERT}/versions/2"):
+        tag = tags[path] = two.call("GET", path).headers["etag"]
+        again = two.call("GET", path, headers={"If-None-Match": tag})
+        assert (again.status_code, again.content, again.headers["etag"]) == (304, b"", tag), path
+    two.call("PUT", f"{BERT}/aliases/prod", json={"version": 2})
+    for path in tags:
+        assert two.call("GET", path, headers={"If-None-Match": tags[path]}).is_success, path
 
 
 def test_a_version_with_an_alias_is_protected(two: World) -> None:
@@ -253,5 +265,57 @@ def test_every_operation_is_documented_with_its_problem(world: World) -> None:
                 if parameter["in"] == "path":
                     assert parameter["schema"]["examples"], where
             assert "application/problem+json" in operation["responses"]["default"]["content"], where
+            declared = operation["responses"].keys()
+            assert operation.get("security") == [] or {"401", "403", "503"} <= declared, where
+            assert "404" in declared or "{" not in path, where
+            takes = {one["name"].lower() for one in operation.get("parameters", ())}
+            assert ("412" in declared) == ("if-match" in takes), where
+            assert ("416" in declared) == ("range" in takes), where
+    assert "Retry-After" in schema["components"]["responses"]["503"]["headers"]
     assert schema["paths"]["/api/v1/health"]["get"]["security"] == []
     assert schema["security"] == [{"token": []}]
+
+
+def test_every_body_and_answer_has_an_example_that_fits_its_schema(world: World) -> None:
+    schema = world.call("GET", "openapi.json").json()
+    known = {"components": schema["components"]}
+    held = 0
+    for method, path, operation in openapi.operations(schema):
+        parts = {"body": operation.get("requestBody", {}), **operation["responses"]}
+        for name, part in parts.items():
+            if "$ref" in part:
+                part = schema["components"]["responses"][part["$ref"].rpartition("/")[2]]
+            for media_type, content in part.get("content", {}).items():
+                if "json" not in media_type:
+                    continue
+                named = content.get("examples", {}).values()
+                examples = [one["value"] for one in named] or [content["example"]]
+                for example in examples:
+                    where = f"{method} {path} {name}"
+                    whole = {**content["schema"], **known}
+                    found = list(jsonschema_rs.Draft202012Validator(whole).iter_errors(example))
+                    assert not found, (where, found)
+                    held += 1
+    assert held > 100
+
+
+def test_the_headers_of_answers_are_declared(two: World) -> None:
+    """Those that say something of the answer; the others are HTTP's own."""
+    schema = two.call("GET", "openapi.json").json()
+    model = "/models/{project}/{name}"
+    told = {
+        BERT: model,
+        f"{BERT}/resolve/prod": f"{model}/resolve/{{selector}}",
+        f"{BERT}/aliases/prod": f"{model}/aliases/{{alias}}",
+        f"{BERT}/versions/1/manifest": f"{model}/versions/{{number}}/manifest",
+    }
+    for target, path in told.items():
+        sent = two.call("GET", target).headers
+        declared = schema["paths"][f"/api/v1{path}"]["get"]["responses"]["200"]["headers"]
+        assert {name for name in ("ETag", "Location", "Content-Range") if name in sent} == {"ETag"}
+        assert declared.keys() == {"ETag"}, path
+    committed = schema["paths"]["/api/v1/uploads/{upload}/commit"]["post"]["responses"]["201"]
+    assert committed["headers"].keys() == {"ETag", "Location"}
+    files = "/api/v1/models/{project}/{name}/versions/{number}/files/{path}"
+    part = schema["paths"][files]["get"]["responses"]["206"]
+    assert part["headers"].keys() == {"ETag", "Content-Range"}

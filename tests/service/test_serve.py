@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -35,9 +36,10 @@ def environment(home: Path) -> dict[str, str]:
     return {**kept, "WEIGHTYARD_HOME": str(home), "WEIGHTYARD_CACHE": str(home / "cache")}
 
 
-def run(home: Path, *command: str, code: int = 0) -> Result:
+def run(home: Path, *command: str, code: int = 0, db: str | None = None) -> Result:
     """A command of which no process need be seen."""
-    done = CliRunner().invoke(app, command, env=environment(home))
+    env = environment(home) | ({"WEIGHTYARD_DB": db} if db is not None else {})
+    done = CliRunner().invoke(app, command, env=env)
     assert done.exit_code == code, done.output
     return done
 
@@ -141,6 +143,54 @@ def test_a_killed_service_loses_nothing_and_the_next_one_goes_on(tmp_path: Path)
 def test_a_service_on_another_address_does_not_start_open(tmp_path: Path) -> None:
     done = run(tmp_path, "serve", "--host", "0.0.0.0", "--port", "0", code=2)
     assert "token create" in done.stderr
+
+
+def test_a_yard_that_others_use_is_not_served_open_on_this_host_either(
+    tmp_path: Path, postgres: Callable[[], str]
+) -> None:
+    done = run(tmp_path, "serve", "--db", postgres(), "--port", "0", code=2)
+    assert "weightyard token create NAME --role admin" in done.stderr
+
+
+def test_as_json_one_line_says_where_it_serves(tmp_path: Path) -> None:
+    command = [WEIGHTYARD, "serve", "--port", "0", "--json"]
+    with (
+        (tmp_path / "log").open("wb") as log,
+        subprocess.Popen(
+            command, env=environment(tmp_path / "home"), stdout=subprocess.PIPE, stderr=log
+        ) as process,
+    ):
+        assert process.stdout is not None
+        said = json.loads(process.stdout.readline())
+        try:
+            assert said.keys() == {"url", "store", "open"}
+            assert (said["store"], said["open"]) == ((tmp_path / "home/store").as_uri(), True)
+            assert ask("GET", f"{said['url']}/api/v1/health").is_success
+        finally:
+            process.terminate()
+        assert process.stdout.read() == b"", "what is logged goes to stderr"
+
+
+def test_what_happens_at_one_service_is_heard_at_another(
+    tmp_path: Path, postgres: Callable[[], str]
+) -> None:
+    yard = ("--store", str(tmp_path / "store"), "--db", postgres())
+    made = run(
+        tmp_path, "--yard", yard[1], "token", "create", "me", "--role", "admin", "-q", db=yard[3]
+    )
+    shown = {"Authorization": f"Bearer {made.stdout.strip()}"}
+    with serving(tmp_path / "a", *yard) as (a, _, _), serving(tmp_path / "b", *yard) as (b, _, _):
+        opened = ask("POST", f"{a}/api/v1/models/team/bert/uploads", headers=shown).json()["id"]
+        upload = f"{a}/api/v1/uploads/{opened}"
+        ask("PUT", f"{upload}/files/w.bin", headers=shown, content=b"weights").raise_for_status()
+        ask("POST", f"{upload}/commit", headers=shown).raise_for_status()
+        with httpx.stream("GET", f"{b}/api/v1/events", headers=shown, timeout=LIMIT_S) as heard:
+            lines = heard.iter_lines()
+            next(lines)  # it listens from here on
+            prod = f"{a}/api/v1/models/team/bert/aliases/prod"
+            ask("PUT", prod, headers=shown, json={"version": 1}).raise_for_status()
+            assert "event: alias.moved" in iter(lines)
+            assert json.loads(next(lines).removeprefix("data: "))["subject"] == "team/bert@prod"
 
 
 def test_a_schema_it_does_not_know_stops_it_with_the_command_to_run(

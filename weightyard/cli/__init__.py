@@ -10,6 +10,7 @@ import typer
 
 from weightyard.cli import (
     alias,
+    annotate,
     cache,
     check,
     cluster,
@@ -44,7 +45,7 @@ from weightyard.errors import YardError
 
 app = typer.Typer(
     name="weightyard",
-    help="Versioned model weights on HDFS, and the fastest way from HDFS onto a device.",
+    help="Versioned model weights on HDFS, and a fast way from there into tensors.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -54,6 +55,7 @@ app.command(rich_help_panel=Panel.MODELS)(pull.pull)
 app.command(rich_help_panel=Panel.MODELS)(ls.ls)
 app.command(rich_help_panel=Panel.MODELS)(show.show)
 app.command(rich_help_panel=Panel.MODELS)(diff.diff)
+app.command(rich_help_panel=Panel.MODELS)(annotate.annotate)
 app.add_typer(alias.app, name="alias", rich_help_panel=Panel.MODELS)
 app.command("set", rich_help_panel=Panel.MODELS)(set.set_)
 app.command(rich_help_panel=Panel.MODELS)(rm.rm)

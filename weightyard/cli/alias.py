@@ -15,7 +15,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from weightyard.records import AliasMove
-    from weightyard.transfer.catalogue import Anything
 
 app = typer.Typer(
     help="Names that move from version to version, with every move kept.", no_args_is_help=True
@@ -127,13 +126,11 @@ def _selector(version: str) -> str:
     return f"v{version}" if version.isdecimal() else version
 
 
-def _expected(text: str | None) -> int | Anything | None:
-    from weightyard.transfer.catalogue import ANYTHING
-
+def _expected(text: str | None) -> int | None:
     if text is None:
-        return ANYTHING
-    if text == "none":
         return None
+    if text == "none":
+        return 0
     number = text.removeprefix("v")
     if not number.isdecimal():
         raise typer.BadParameter(f"{text!r} is no version: write v3, 3 or none")

@@ -117,7 +117,7 @@ def _show_report(console: Console, report: LoadReport) -> None:
             ("rate", f"{size(int(report.bytes_per_s))}/s"),
             ("read", read if report.requests else ""),
             ("from the store", stored if report.requests else ""),
-            ("from a snapshot", "yes" if report.from_snapshot else ""),
+            ("from a snapshot", _cached(report)),
             ("ref", _resolved(report.resolved_s_ago)),
             ("way", _shares(report.read_paths)),
             ("DataNodes", _shares(report.datanodes) if is_elsewhere else ""),
@@ -128,7 +128,16 @@ def _show_report(console: Console, report: LoadReport) -> None:
             ("failed on the way", "; ".join(report.failed[:3])),
         ],
     )
-    table(console, ["stage", "seconds", ""], _stages(report.stages))
+    table(console, ["stage", "seconds", "bytes", ""], _stages(report))
+
+
+def _cached(report: LoadReport) -> str:
+    """What of the tensors this node had; a snapshot may also have been made for them."""
+    from weightyard.cli.wording import size
+
+    if not report.from_snapshot:
+        return ""
+    return size(report.cached_bytes) if report.cached_bytes else "made for this load"
 
 
 def _resolved(age_s: float | None) -> str:
@@ -136,18 +145,22 @@ def _resolved(age_s: float | None) -> str:
     return "" if age_s is None else f"as it was when this node last asked, {age_s:.0f} s ago"
 
 
-def _stages(stages: Mapping[str, float]) -> Iterator[tuple[str, str, str]]:
+def _stages(report: LoadReport) -> Iterator[tuple[str, str, str, str]]:
     """Those that happened; those that are sums over threads below the one they are part of."""
+    from weightyard.cli.wording import size
     from weightyard.loader.report import OF_READ
 
+    stages = report.stages
+    moved = {stage: size(amount) for stage, amount in report.stage_bytes.items()}
     for stage, seconds in stages.items():
         if stage in OF_READ or not seconds:
             continue
-        yield stage, f"{seconds:.3f}", ""
+        yield stage, f"{seconds:.3f}", moved.get(stage, ""), ""
         if stage == "read":
             for part in OF_READ:
                 if took_s := stages.get(part):
-                    yield f"· {part}", f"{took_s:.3f}", "of it, over all threads"
+                    of_it = "of it, over all threads"
+                    yield f"· {part}", f"{took_s:.3f}", moved.get(part, ""), of_it
 
 
 def _shares(amounts: Mapping[str, int]) -> str:

@@ -6,10 +6,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weightyard.cli.options import TagOption, pairs
 from weightyard.cli.session import Session, command
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
 
     from rich.console import Console
 
@@ -20,9 +21,13 @@ if TYPE_CHECKING:
 def ls(
     session: Session,
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="A model or run, to list its versions.")
+        str | None,
+        typer.Argument(
+            metavar="[NAME]", help="A model or run, to list its versions; PROJECT/: its models."
+        ),
     ] = None,
     runs: Annotated[bool, typer.Option("--runs", help="List the runs, not the models.")] = False,
+    tag: TagOption = None,
 ) -> None:
     """List the models, or the versions of one, the newest first.
 
@@ -32,7 +37,11 @@ def ls(
 
       weightyard ls
 
+      weightyard ls team/
+
       weightyard ls team/bert
+
+      weightyard ls team/bert --tag reviewed=yes
 
       weightyard ls --runs
 
@@ -41,29 +50,42 @@ def ls(
     from weightyard.cli.refs import all_models, all_versions, find_model, version_json
     from weightyard.names import ModelName
 
-    if runs and name is not None:
-        raise typer.BadParameter("--runs lists them all: leave out NAME")
+    is_project = name is None or name.endswith("/")
+    if runs and not is_project:
+        raise typer.BadParameter("--runs lists them all: leave out NAME, or say PROJECT/")
+    wanted = dict(pairs("--tag", tag))
+    if wanted and (runs or is_project):
+        raise typer.BadParameter("--tag is for the versions of one model: say its NAME")
+    project = ModelName(name[:-1], "any").project if name and is_project else None
     with session.open() as yard:
         if runs:
-            found = list(all_models(yard, kind="run"))
+            found = _in_project(all_models(yard, kind="run"), project)
             session.show(
                 {"runs": [run.model_dump(mode="json") for run in found]},
                 lambda console: _show_runs(console, found),
             )
             return
-        if name is None:
-            models = list(all_models(yard))
+        if name is None or is_project:
+            models = _in_project(all_models(yard), project)
             session.show(
                 {"models": [model.model_dump(mode="json") for model in models]},
                 lambda console: _show_models(console, models),
             )
             return
         model = find_model(yard, name.partition("@")[0])
-        versions = list(all_versions(yard, ModelName.parse(model.name)))
+        versions = [
+            version
+            for version in all_versions(yard, ModelName.parse(model.name))
+            if wanted.items() <= version.tags.items()
+        ]
     session.show(
         {"model": model.name, "versions": [version_json(version) for version in versions]},
         lambda console: _show_versions(console, model, versions),
     )
+
+
+def _in_project(models: Iterable[Model], project: str | None) -> list[Model]:
+    return [model for model in models if project is None or model.name.startswith(f"{project}/")]
 
 
 def _show_models(console: Console, models: Sequence[Model]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,8 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+from weightyard.cli.wording import size
 
 if TYPE_CHECKING:
     from weightyard.registry.progress import Step
@@ -41,6 +44,40 @@ def bar(doing: str, total_bytes: int | None) -> Iterator[Callable[[int], None]]:
     with shown:
         task = shown.add_task(doing, total=total_bytes)
         yield lambda done_bytes: shown.advance(task, done_bytes)
+
+
+def plain_bytes(
+    say: Callable[[str], None],
+    doing: str,
+    total_bytes: int | None,
+    now: Callable[[], float] = time.monotonic,
+) -> Callable[[int], None]:
+    """Says a line now and then, for logs: bytes done, rate and time left. From any thread."""
+    began = said_at = now()
+    so_far = 0
+    lock = threading.Lock()
+
+    def advance(done_bytes: int) -> None:
+        nonlocal said_at, so_far
+        with lock:
+            so_far += done_bytes
+            if (at := now()) - said_at < PLAIN_EVERY_S:
+                return
+            said_at = at
+            say(_far(doing, so_far, total_bytes, at - began))
+
+    return advance
+
+
+def _far(doing: str, done_bytes: int, total_bytes: int | None, seconds: float) -> str:
+    rate = done_bytes / seconds
+    if not total_bytes:
+        return f"{doing}: {size(done_bytes)}, {size(int(rate))}/s"
+    left = (
+        f", {(total_bytes - done_bytes) / rate:.0f} s left" if 0 < done_bytes < total_bytes else ""
+    )
+    share = f"{size(done_bytes)} of {size(total_bytes)} ({done_bytes / total_bytes:.0%})"
+    return f"{doing}: {share}, {size(int(rate))}/s{left}"
 
 
 @contextmanager

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from weightyard.cli.options import Excluded, Included
+from weightyard.cli.options import (
+    Excluded,
+    Included,
+    MetadataOption,
+    MetricOption,
+    TagOption,
+    pairs,
+    parsed_metadata,
+    parsed_metrics,
+)
 from weightyard.cli.session import Session, command
 
 if TYPE_CHECKING:
@@ -30,12 +38,9 @@ def push(
         str | None, typer.Option(metavar="REF", help="The version it was made from.")
     ] = None,
     message: Annotated[str, typer.Option("--message", "-m", help="What is new.")] = "",
-    metric: Annotated[
-        list[str] | None, typer.Option(metavar="K=V", help="A measured value; may be repeated.")
-    ] = None,
-    tag: Annotated[
-        list[str] | None, typer.Option(metavar="K=V", help="A label; may be repeated.")
-    ] = None,
+    metric: MetricOption = None,
+    tag: TagOption = None,
+    metadata: MetadataOption = None,
     include: Included = None,
     exclude: Excluded = None,
     replication: Annotated[
@@ -66,6 +71,8 @@ def push(
 
       weightyard push ./tuned team/bert --parent team/bert@prod --metric accuracy=0.93
 
+      weightyard push ./model team/bert --tag task=qa --metadata rows=87599
+
       weightyard push hdfs://cluster/models/bert team/bert --include '*.safetensors'
 
       weightyard push ./model team/bert --dry-run
@@ -75,8 +82,9 @@ def push(
     model = ModelName.parse(name)
     if alias is not None:
         AliasName(alias)
-    metrics = {key: _number(key, value) for key, value in _pairs("--metric", metric)}
-    tags = dict(_pairs("--tag", tag))
+    metrics = parsed_metrics(metric)
+    tags = dict(pairs("--tag", tag))
+    said = parsed_metadata(metadata)
     if delta != "off" and parent is None:
         raise typer.BadParameter(f"--delta {delta} needs --parent: what to differ from")
     with session.open() as yard:
@@ -100,6 +108,7 @@ def push(
                     message=message,
                     metrics=metrics,
                     tags=tags,
+                    metadata=said,
                     replication=replication,
                     policy=policy,
                     codec=codec,
@@ -109,26 +118,6 @@ def push(
     from weightyard.cli.refs import version_json
 
     session.show(version_json(pushed), lambda console: _show(console, pushed, quiet=session.quiet))
-
-
-def _pairs(option: str, given: list[str] | None) -> list[tuple[str, str]]:
-    pairs = []
-    for one in given or ():
-        key, equals, value = one.partition("=")
-        if not equals or not key:
-            raise typer.BadParameter(f"{one!r} is not K=V", param_hint=option)
-        pairs.append((key, value))
-    return pairs
-
-
-def _number(key: str, value: str) -> float:
-    try:
-        number = float(value)
-    except ValueError:
-        number = math.nan
-    if not math.isfinite(number):
-        raise typer.BadParameter(f"{key}={value}: a metric is a number", param_hint="--metric")
-    return number
 
 
 def _show(console: Console, pushed: Pushed, *, quiet: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import typer
@@ -29,8 +30,9 @@ def serve(
 ) -> None:
     """Serve a yard over REST. Any number of these may run on one database.
 
-    On this host, and as long as there is no token, it lets everyone in and says so. On any other
-    address it needs tokens, or a proxy that says who is asking.
+    An embedded yard (a folder with SQLite) on this host lets every program of it in as long as
+    there is no token, and says so. Elsewhere it needs tokens, or a proxy that says who is asking.
+    With --json, one line says where it serves once it does.
 
     Examples:
 
@@ -39,6 +41,8 @@ def serve(
       weightyard token create me --role admin && weightyard serve --host 0.0.0.0
 
       weightyard serve --store hdfs://cluster/weightyard --db postgresql://db/weightyard
+
+      weightyard serve --port 0 --json
     """
     from weightyard.registry import migrate
 
@@ -56,8 +60,13 @@ def serve(
         settings = settings.model_copy(update={"db": db})
 
     def say(url: str) -> None:
+        is_open = service.may_be_open and not service.registry.has_tokens()
+        if session.as_json:
+            said = {"url": url, "store": opened.url, "open": is_open}
+            typer.echo(json.dumps(said, ensure_ascii=False))
+            return
         typer.echo(f"weightyard serves {opened.url} on {url}", err=True)
-        if service.may_be_open and not service.registry.has_tokens():
+        if is_open:
             typer.echo(
                 "There is no token yet: every program on this host may do everything. "
                 "`weightyard token create NAME --role admin` closes it.",
@@ -81,6 +90,7 @@ def _log_everything() -> None:
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    logging.getLogger("hdfs").setLevel(logging.WARNING)  # it tells of every client it makes
     package = logging.getLogger("weightyard")
     package.handlers = []
     package.propagate = True

@@ -100,12 +100,15 @@ class Session:
 
     @contextmanager
     def progress(self, doing: str, total_bytes: int | None) -> Iterator[Callable[[int], None]]:
-        """A bar with rate and time left, on a terminal; elsewhere nothing. Takes bytes done."""
-        if self.quiet or self.as_json or not sys.stderr.isatty():
+        """A bar with rate and time left, on a terminal; elsewhere a line at times. Takes bytes."""
+        if self.quiet or self.as_json:
             yield lambda done_bytes: None
             return
-        from weightyard.cli.progress import bar
+        from weightyard.cli.progress import bar, plain_bytes
 
+        if not sys.stderr.isatty():
+            yield plain_bytes(self.say, doing, total_bytes)
+            return
         with bar(doing, total_bytes) as advance:
             yield advance
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -94,6 +95,7 @@ def _show(
             ("parent", version.parent or ""),
             ("metrics", _pairs(version.metrics)),
             ("tags", _pairs(version.tags)),
+            ("metadata", _pairs(version.metadata)),
             ("digest", version.digest),
             ("size", size(version.logical_bytes)),
             ("files", count(version.files, "file")),
@@ -132,7 +134,11 @@ def _show(
 
 
 def _pairs(values: dict[str, Any]) -> str:
-    return ", ".join(f"{key}={value}" for key, value in values.items())
+    return ", ".join(f"{key}={_shown(value)}" for key, value in values.items())
+
+
+def _shown(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _dtypes(found: Any) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Annotated, TypeVar
 
 import msgspec
 from sqlalchemy import Connection, select, update
@@ -48,7 +48,7 @@ class Owner(msgspec.Struct, frozen=True):
     """
 
     format: int
-    generation: int
+    generation: Annotated[int, msgspec.Meta(ge=0, lt=10**6)]
     registry_id: str
     nonce: str
     """So that of two that take a store over at once, one finds a file that is not its own."""
@@ -167,8 +167,8 @@ def _read(store: Store, path: StorePath, kind: type[_T], known: int) -> _T:
     content = read_whole(store, path, 1 << 16)
     try:
         found = msgspec.json.decode(content, type=kind)
-    except msgspec.DecodeError as why:
-        raise ManifestInvalid(f"{store.url}/{path}: {why}") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
+        raise ManifestInvalid(f"{store.url}/{path}: {str(why)[:200]}") from None
     if found.format > known:
         raise UnknownFormat(path.text, found.format, known)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from operator import itemgetter
 from typing import Any
 
 from blake3 import blake3
@@ -207,15 +208,14 @@ def insert_lists(tx: Connection, manifest: Manifest, blocks: dict[BlockId, int])
     while new := sorted(by_digest.keys() - known.keys()):
         insert_missing(tx, schema.lists, [{"digest": digest} for digest in new])
         added = _lock_lists(tx, new)
-        insert_missing(
-            tx,
-            schema.list_blocks,
-            [
-                {"list_id": list_row, "block_id": blocks[block]}
-                for digest, list_row in added.items()
-                for block in by_digest[digest]
-            ],
-        )
+        edges = [
+            {"list_id": list_row, "block_id": blocks[block]}
+            for digest, list_row in added.items()
+            for block in by_digest[digest]
+        ]
+        # By block: each is locked for its edge, and neighbours lie on one page.
+        edges.sort(key=itemgetter("block_id"))
+        insert_missing(tx, schema.list_blocks, edges)
         known |= added
     return sorted(known.values())
 

@@ -19,7 +19,9 @@ from sqlalchemy import (
     create_engine,
     event,
     exc,
+    func,
     make_url,
+    select,
 )
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.compiler import compiles
@@ -111,6 +113,23 @@ class Database:
                 time.sleep(jitter.up_to(0.02 * 2**attempt))
         raise AssertionError("unreachable")
 
+    def write_soon(self, work: Callable[[Connection], _T], within_s: float) -> _T:
+        """As `write`, for what nobody should wait for long, and only once.
+
+        `within_s`: how long to wait while others write. Raises RegistryUnavailable.
+        """
+        try:
+            with (
+                self._connected(write=True) as connection,
+                self._impatient(connection, round(1000 * within_s)),
+                connection.begin(),
+            ):
+                if not self.is_sqlite:
+                    connection.exec_driver_sql(f"SET LOCAL lock_timeout = {1000 * within_s:.0f}")
+                return work(connection)
+        except exc.DBAPIError as why:
+            raise _as_ours(why) from why
+
     def read(self, work: Callable[[Connection], _T]) -> _T:
         """Run work that changes nothing, on one consistent view.
 
@@ -137,6 +156,19 @@ class Database:
                     isolation_level="REPEATABLE READ", postgresql_readonly=True
                 )
             yield connection.execution_options(weightyard_write=write)
+
+    @contextmanager
+    def _impatient(self, connection: Connection, within_ms: int) -> Iterator[None]:
+        """SQLite waits already when a transaction begins, so it is told before."""
+        if not self.is_sqlite:
+            yield
+            return
+        driver: Any = connection.connection.driver_connection
+        driver.execute(f"PRAGMA busy_timeout={within_ms}")
+        try:
+            yield
+        finally:
+            driver.execute(f"PRAGMA busy_timeout={_BUSY_S}000")
 
     def _make_engine(self) -> Engine:
         if not self.is_sqlite:
@@ -234,10 +266,16 @@ def _begin_sqlite(connection: Connection) -> None:
 def is_one_of(
     connection: Connection, column: ColumnElement[Any], values: Sequence[Any]
 ) -> ColumnElement[bool]:
-    """`column IN values` for thousands of values: one array on PostgreSQL, not a bind for each."""
+    """`column IN values` for thousands of values: one array on PostgreSQL, not a bind for each.
+
+    Told how many they are, PostgreSQL reads a table of a million rows from end to end to look for
+    five thousand. From a subquery it expects few, and looks each of them up in the index.
+    """
     if connection.dialect.name == "sqlite":
         return column.in_(values)
-    return column == any_(bindparam(None, list(values), ARRAY(column.type), unique=True))
+    array = ARRAY(column.type)
+    one = select(func.unnest(bindparam(None, list(values), array, unique=True)))
+    return column == any_(func.array(one.scalar_subquery(), type_=array))
 
 
 def _is_worth_another_go(why: exc.DBAPIError, attempt: int) -> bool:

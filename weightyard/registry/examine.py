@@ -13,6 +13,7 @@ from weightyard.errors import (
     FileMissing,
     ManifestInvalid,
     PackInvalid,
+    ReplicasDamaged,
     Retryable,
     StaleLocation,
     UnknownFormat,
@@ -93,7 +94,7 @@ def examine_manifest(store: Store, digest: Digest) -> Examined:
         copy = Copy(replica)
         try:
             manifests.decode(_read(store, location, copy, 0, location.length), digest)
-        except (ManifestInvalid, UnknownFormat) as why:
+        except (ManifestInvalid, ReplicasDamaged, UnknownFormat) as why:
             copy.flaw = str(why)
             copy.bad.add(0)
         except Retryable as why:
@@ -128,7 +129,7 @@ def read_good_manifest(store: Store, digest: Digest) -> bytes | None:
         try:
             stored = _read(store, location, Copy(replica), 0, location.length)
             manifests.decode(stored, digest)
-        except (Retryable, ManifestInvalid):
+        except (Retryable, ManifestInvalid, ReplicasDamaged):
             continue
         return bytes(stored)
     return None
@@ -174,7 +175,7 @@ class _CopyOfPack:
             whole = encoding.base is None and placement.offset not in self._proven
             try:
                 _check_block(placement, self._read(placement.offset, encoding.stored_bytes), whole)
-            except BlockCorrupt as why:
+            except (BlockCorrupt, ReplicasDamaged) as why:
                 self._found(placement.offset, str(why))
             else:
                 self._proven.add(placement.offset)
@@ -182,7 +183,7 @@ class _CopyOfPack:
     def _check_head(self) -> None:
         try:
             check_header(self._read(0, min(HEADER_BYTES, self._location.length)))
-        except (PackInvalid, UnknownFormat) as why:
+        except (PackInvalid, ReplicasDamaged, UnknownFormat) as why:
             self._found(None, str(why))
 
     def _check_footer(self) -> None:
@@ -190,7 +191,7 @@ class _CopyOfPack:
             found = pack_index(self._pack, self._location.length, self._read)
             if found != tuple(self._placements):
                 self._found(None, "its footer is not what the registry knows of it")
-        except (PackInvalid, UnknownFormat) as why:
+        except (PackInvalid, ReplicasDamaged, UnknownFormat) as why:
             self._found(None, str(why))
 
     def _found(self, offset: int | None, flaw: str) -> None:

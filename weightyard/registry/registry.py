@@ -83,6 +83,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 LEASE_S = 900.0
+_NOTING_S = 2.0
 """How long an upload lives without a sign of life."""
 
 
@@ -186,10 +187,11 @@ class Registry(Closing):
     def mark_used(self, ref: Ref) -> None:
         """Note that a version is being loaded, for retention by last use.
 
-        At most once a minute: a thousand nodes that start together are not a thousand writes.
+        At most once a minute: a thousand nodes that start together are not a thousand writes. A
+        load does not wait long for it. Raises RegistryUnavailable.
         """
         if not self.database.read(lambda tx: versions.is_use_noted(tx, ref)):
-            self.database.write(lambda tx: versions.mark_used(tx, ref))
+            self.database.write_soon(lambda tx: versions.mark_used(tx, ref), _NOTING_S)
 
     def set_retention(
         self, name: ModelName, retention: Retention | None, *, who: str | None = None

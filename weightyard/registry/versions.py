@@ -148,6 +148,15 @@ def _steps(tx: Connection, latest: Mapping[int, int]) -> dict[int, int]:
     return {row.model_id: row.step for row in tx.execute(wanted)} if latest else {}
 
 
+_ALIASES = (
+    select(func.aggregate_strings(_a.c.alias, ","))
+    .where(_a.c.version_id == _v.c.id)
+    .scalar_subquery()
+    .label("aliases")
+)
+"""In no order; NULL if there are none. No name of an alias holds a comma."""
+
+
 def _selected() -> Select[Any]:
     return _with_removed().where(_v.c.removed_ms.is_(None))
 
@@ -163,6 +172,7 @@ def _with_removed() -> Select[Any]:
             _parent.c.number.label("parent_number"),
             _parent_model.c.project.label("parent_project"),
             _parent_model.c.name.label("parent_name"),
+            _ALIASES,
         )
         .join(_m, _m.c.id == _v.c.model_id)
         .join(schema.manifests, schema.manifests.c.id == _v.c.manifest_id)
@@ -171,9 +181,13 @@ def _with_removed() -> Select[Any]:
     )
 
 
-# Made once: to build these takes longer than the database takes to answer them.
+# Made once: to build these takes longer than the database takes to answer them. And one statement
+# each, which finds the model too: every other one would take as long again.
 _MODEL = select(_m).where(_m.c.project == bindparam("of_project"), _m.c.name == bindparam("named"))
-_OF_MODEL = _selected().where(_v.c.model_id == bindparam("of_model"))
+_ITS_ID = (
+    _MODEL.with_only_columns(_m.c.id).where(_m.c.removed_ms.is_(None)).correlate().scalar_subquery()
+)
+_OF_MODEL = _selected().where(_v.c.model_id == _ITS_ID)
 _NUMBERED = _OF_MODEL.where(_v.c.number == bindparam("numbered"))
 _NEWEST_OF_SOME = _OF_MODEL.order_by(_v.c.number.desc()).limit(1)
 _NEWEST_OF_CONTENT = _NEWEST_OF_SOME.where(schema.manifests.c.name == bindparam("of_content"))
@@ -183,7 +197,7 @@ _NEWEST_OF_STEP = _NEWEST_OF_SOME.where(_v.c.step == bindparam("of_step"))
 _NEWEST = _selected().where(
     _v.c.id
     == select(_other.c.id)
-    .where(_other.c.model_id == bindparam("of_model"), _other.c.removed_ms.is_(None))
+    .where(_other.c.model_id == _ITS_ID, _other.c.removed_ms.is_(None))
     .order_by(_other.c.number.desc())
     .limit(1)
     .scalar_subquery()
@@ -191,7 +205,7 @@ _NEWEST = _selected().where(
 _ON_ALIAS = _selected().where(
     _v.c.id
     == select(_a.c.version_id)
-    .where(_a.c.model_id == bindparam("of_model"), _a.c.alias == bindparam("on_alias"))
+    .where(_a.c.model_id == _ITS_ID, _a.c.alias == bindparam("on_alias"))
     .scalar_subquery()
 )
 _LEASED = _with_removed().where(
@@ -201,16 +215,11 @@ _LEASED = _with_removed().where(
     some(schema.read_leases.c.version_id == _v.c.id),
 )
 _BY_ROW = _selected().where(_v.c.id == bindparam("by_row"))
-_ALIASES = (
-    select(_a.c.version_id, _a.c.alias)
-    .where(_a.c.version_id.in_(bindparam("of_versions", expanding=True)))
-    .order_by(_a.c.alias)
-)
 
 
 def find(tx: Connection, ref: Ref) -> Row[Any]:
     """The row of the version a ref means. Raises NoSuchThing."""
-    values: dict[str, Any] = {"of_model": model_row(tx, ref.model).id}
+    values: dict[str, Any] = {"of_project": ref.model.project, "named": ref.model.name}
     match ref.selector:
         case None:
             wanted = _NEWEST
@@ -224,12 +233,13 @@ def find(tx: Connection, ref: Ref) -> Row[Any]:
             wanted, values["on_alias"] = _ON_ALIAS, str(alias)
     row = tx.execute(wanted, values).one_or_none()
     if row is None:
+        model_row(tx, ref.model)
         raise NoSuchThing(f"no version {ref}")
     return row
 
 
 def resolve(tx: Connection, ref: Ref) -> Version:
-    return _as_versions(tx, [find(tx, ref)])[0]
+    return _as_version(find(tx, ref))
 
 
 def resolve_readable(tx: Connection, model: ModelName, number: int) -> Version:
@@ -244,12 +254,12 @@ def resolve_readable(tx: Connection, model: ModelName, number: int) -> Version:
         row = tx.execute(_LEASED, values).one_or_none()
         if row is None:
             raise
-        return _as_versions(tx, [row])[0]
+        return _as_version(row)
 
 
 def get(tx: Connection, version_row: int) -> Version:
     """A version by its row id, which the caller knows to be there."""
-    return _as_versions(tx, [tx.execute(_BY_ROW, {"by_row": version_row}).one()])[0]
+    return _as_version(tx.execute(_BY_ROW, {"by_row": version_row}).one())
 
 
 def list_versions(
@@ -259,42 +269,34 @@ def list_versions(
     wanted = _selected().where(_v.c.model_id == model_row(tx, model).id)
     if before is not None:
         wanted = wanted.where(_v.c.number < before)
-    return _as_versions(tx, tx.execute(wanted.order_by(_v.c.number.desc()).limit(limit)).all())
+    rows = tx.execute(wanted.order_by(_v.c.number.desc()).limit(limit))
+    return [_as_version(row) for row in rows]
 
 
-def _as_versions(tx: Connection, rows: Sequence[Row[Any]]) -> list[Version]:
-    names: dict[int, list[str]] = {}
-    for version_id, alias in tx.execute(_ALIASES, {"of_versions": [row.id for row in rows]}):
-        names.setdefault(version_id, []).append(alias)
-    return [
-        Version(
-            model=f"{row.project}/{row.name}",
-            number=row.number,
-            digest=row.digest,
-            created=moment(row.created_ms),
-            author=row.author,
-            message=row.message,
-            parent=(
-                f"{row.parent_project}/{row.parent_name}@v{row.parent_number}"
-                if row.parent_number is not None
-                else None
-            ),
-            step=row.step,
-            metrics=row.metrics,
-            tags=row.tags,
-            metadata=row.metadata,
-            structure=row.structure,
-            aliases=tuple(names.get(row.id, ())),
-            files=row.files,
-            tensors=row.tensors,
-            logical_bytes=row.logical_bytes,
-            replication=row.replication,
-            policy=row.policy,
-            last_used=moment(row.used_ms),
-            damaged=row.manifest_state == FileState.DAMAGED or row.damaged_ms is not None,
-        )
-        for row in rows
-    ]
+def _as_version(row: Row[Any]) -> Version:
+    parent = f"{row.parent_project}/{row.parent_name}@v{row.parent_number}"
+    return Version(
+        model=f"{row.project}/{row.name}",
+        number=row.number,
+        digest=row.digest,
+        created=moment(row.created_ms),
+        author=row.author,
+        message=row.message,
+        parent=parent if row.parent_number is not None else None,
+        step=row.step,
+        metrics=row.metrics,
+        tags=row.tags,
+        metadata=row.metadata,
+        structure=row.structure,
+        aliases=tuple(sorted(row.aliases.split(","))) if row.aliases else (),
+        files=row.files,
+        tensors=row.tensors,
+        logical_bytes=row.logical_bytes,
+        replication=row.replication,
+        policy=row.policy,
+        last_used=moment(row.used_ms),
+        damaged=row.manifest_state == FileState.DAMAGED or row.damaged_ms is not None,
+    )
 
 
 def annotate(
@@ -366,7 +368,7 @@ def remove(tx: Connection, ref: Ref, who: str, reason: str = "") -> Version:
     row = hold(tx, find(tx, ref), alone=True)
     if why := why_protected(tx, row):
         raise Protected(f"{ref.model}@v{row.number}: {why}")
-    version = _as_versions(tx, [row])[0]
+    version = _as_version(row)
     tx.execute(update(_v).where(_v.c.id == row.id).values(removed_ms=now_ms()))
     record_event(tx, who, "version.removed", version.ref, {"reason": reason})
     outbox.put_journal(tx, "removed", version.ref, who, {"reason": reason})

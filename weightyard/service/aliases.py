@@ -16,8 +16,9 @@ from weightyard.service.etags import (
     IfNoneMatch,
     alias_tag,
     expected_number,
-    quoted,
+    tagged,
 )
+from weightyard.service.openapi import CACHED, TAGGED
 from weightyard.service.paging import After, Limit, Named, number_after, page
 from weightyard.service.problems import RESPONSES
 from weightyard.service.state import Yard
@@ -38,18 +39,20 @@ async def _alias_name(alias: Annotated[str, Path(examples=["prod"])]) -> AliasNa
 Aliased = Annotated[AliasName, Depends(_alias_name)]
 
 
-@router.get("")
+@router.get("", response_model=Alias, responses=CACHED)
 @needs(Role.READ)
-async def show_alias(yard: Yard, model: Named, alias: Aliased, response: Response) -> Alias:
+async def show_alias(
+    yard: Yard, model: Named, alias: Aliased, response: Response, if_none_match: IfNoneMatch = None
+) -> Alias | Response:
     """Where an alias is. Its ETag goes into the If-Match of a move."""
     number = await yard.ask(yard.registry.alias, model, alias)
     if number is None:
         raise NoSuchThing(f"{model} has no alias {alias}")
-    response.headers["ETag"] = quoted(alias_tag(number))
-    return Alias(model=str(model), alias=alias.text, version=number)
+    found = Alias(model=str(model), alias=alias.text, version=number)
+    return tagged(response, alias_tag(number), if_none_match) or found
 
 
-@router.put("")
+@router.put("", responses=TAGGED)
 @needs(Role.WRITE)
 async def move_alias(
     yard: Yard,
@@ -71,7 +74,7 @@ async def move_alias(
         reason=body.reason,
         expect=expected_number(if_match, if_none_match),
     )
-    response.headers["ETag"] = quoted(alias_tag(body.version))
+    tagged(response, alias_tag(body.version))
     return moved
 
 

@@ -20,6 +20,7 @@ from weightyard.service import (
     events,
     leases,
     models,
+    openapi,
     operate,
     problems,
     runs,
@@ -94,14 +95,13 @@ def _schema(app: FastAPI) -> dict[str, Any]:
         schema = get_openapi(
             title=app.title, version=app.version, description=app.description, routes=app.routes
         )
-        components = schema.setdefault("components", {})
-        components.setdefault("schemas", {})["Problem"] = problems.Problem.model_json_schema()
-        components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         schema["security"] = [{"token": []}]
         for route in operate.open_router.routes:
             assert isinstance(route, APIRoute)
             for operation in schema["paths"][PREFIX + route.path].values():
                 operation["security"] = []
+        openapi.complete(schema)
+        schema["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
         app.openapi_schema = schema
     return app.openapi_schema
 

@@ -24,6 +24,7 @@ _Endpoint = TypeVar("_Endpoint", bound=Callable[..., Any])
 
 _RANK = {Role.READ: 0, Role.WRITE: 1, Role.ADMIN: 2}
 _LOOPBACK_NAMES = frozenset(("localhost", "127.0.0.1", "[::1]"))
+_BY_A_PROXY = ("forwarded", "via", "x-real-ip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,12 +180,18 @@ async def _by_proxy(service: Service, user: str) -> Principal:
 def _require_this_host(peer: str, headers: Headers) -> None:
     """While the service is open: a program of this host, not a web page that found its way here.
 
-    A page may send requests to loopback, and by a name it controls even read the answers.
+    A page may send requests to loopback, and by a name it controls even read the answers. A proxy
+    of this host calls from loopback for whoever called it.
     """
     name = headers.get("host", "").lower()
     host = name[: name.index("]") + 1] if name.startswith("[") else name.partition(":")[0]
     if not is_loopback(peer) or host not in _LOOPBACK_NAMES:
         raise Unauthenticated("without tokens the service answers programs on its own host only")
+    if any(name in _BY_A_PROXY or name.startswith("x-forwarded-") for name in headers):
+        raise Unauthenticated(
+            "without tokens the service answers nobody through a proxy: make one first "
+            "(weightyard token create NAME --role admin)"
+        )
     if "origin" in headers or headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
         raise Unauthenticated("without tokens the service does not answer web pages")
 

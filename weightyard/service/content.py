@@ -22,6 +22,7 @@ from weightyard.registry.uploads import Reading
 from weightyard.service.auth import Caller, GuardedRoute, Principal, needs
 from weightyard.service.etags import IfNoneMatch, is_same, quoted
 from weightyard.service.locating import Answer, make_answer
+from weightyard.service.openapi import AS_THE_CLIENT_HAS_IT, CONTENT_RANGE, ETAG
 from weightyard.service.paging import After, Named, Number, number_after
 from weightyard.service.problems import RESPONSES
 from weightyard.service.ranges import Span, wanted_span
@@ -90,15 +91,27 @@ def _manifest_schema() -> dict[str, Any]:
     }
 
 
+_MANIFEST_EXAMPLE = {
+    "format": 1,
+    "block_bytes": 16777216,
+    "blocks": [["5f" * 32, 12]],
+    "files": [{"path": "config.json", "bytes": 12, "kind": "plain", "extents": [[0, 0, 12]]}],
+    "tensors": [],
+}
+
+
 @router.get(
     _VERSION + "/manifest",
     response_class=Response,
     responses={
         200: {
             "description": "The manifest's JSON, whose BLAKE3-256 is the version's digest",
-            "content": {"application/json": {"schema": _manifest_schema()}},
+            "headers": ETAG,
+            "content": {
+                "application/json": {"schema": _manifest_schema(), "example": _MANIFEST_EXAMPLE}
+            },
         },
-        304: {"description": "As the client has it"},
+        304: AS_THE_CLIENT_HAS_IT,
     },
 )
 @needs(Role.READ)
@@ -201,8 +214,8 @@ async def _block(yard: Service, model: ModelName, number: int, block: BlockId) -
     _VERSION + "/files/{path:path}",
     response_class=Response,
     responses={
-        200: {"description": "The file's length and ETag"},
-        304: {"description": "As the client has it"},
+        200: {"description": "The file's length and ETag", "headers": ETAG},
+        304: AS_THE_CLIENT_HAS_IT,
     },
 )
 @needs(Role.READ)
@@ -220,10 +233,12 @@ async def file_headers(
 
 
 def _sent_bytes(what: str) -> dict[int | str, dict[str, Any]]:
+    content: dict[str, Any] = {"application/octet-stream": {}}
+    part = {"description": "The bytes asked for", "headers": ETAG | CONTENT_RANGE}
     return {
-        200: {"description": what, "content": {"application/octet-stream": {}}},
-        206: {"description": "The bytes asked for", "content": {"application/octet-stream": {}}},
-        304: {"description": "As the client has it"},
+        200: {"description": what, "headers": ETAG, "content": content},
+        206: {**part, "content": content},
+        304: AS_THE_CLIENT_HAS_IT,
     }
 
 
@@ -321,10 +336,40 @@ def _locate(store: Store, packs: Sequence[PackId]) -> list[PackReplicas]:
     ]
 
 
+_LOCATED_EXAMPLE = {
+    "stamp": "8d0c5f",
+    "files": [
+        {
+            "path": "packs/0a/" + "0a" * 16,
+            "bytes": 134217728,
+            "spans": [
+                {
+                    "offset": 0,
+                    "length": 134217728,
+                    "block": {
+                        "pool": "BP-1",
+                        "id": 1073741825,
+                        "generation": 1001,
+                        "length": 134217728,
+                        "token": "…",
+                    },
+                    "replicas": [
+                        {
+                            "datanode": "10.0.0.1:9866",
+                            "host": "dn1",
+                            "rack": "/a",
+                            "state": "normal",
+                        }
+                    ],
+                }
+            ],
+        }
+    ],
+}
 _LOCATED: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "Where files lie, with block tokens: not to be kept for long, nor logged",
-        "content": {"application/json": {"schema": located.schema()}},
+        "content": {"application/json": {"schema": located.schema(), "example": _LOCATED_EXAMPLE}},
     }
 }
 Stale = Annotated[

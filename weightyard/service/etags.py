@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from typing import Annotated
 
-from fastapi import Header
+from fastapi import Header, Response
 
 from weightyard.errors import Refused
+from weightyard.records import Record
 from weightyard.transfer.catalogue import ANYTHING, Anything
 
 _TAG = re.compile(r'(?:W/)?"([\x21\x23-\x7e]{0,128})"')
@@ -34,6 +36,11 @@ def one_tag(header: str | None) -> str | None:
     return found[1]
 
 
+def record_tag(record: Record) -> str:
+    """Differs whenever anything of a record does."""
+    return hashlib.blake2s(record.model_dump_json().encode(), digest_size=16).hexdigest()
+
+
 def alias_tag(number: int) -> str:
     return f"v{number}"
 
@@ -50,6 +57,14 @@ def expected_number(if_match: str | None, if_none_match: str | None) -> int | An
     if not re.fullmatch(r"v[1-9][0-9]{0,8}", tag, re.ASCII):
         raise Refused('If-Match takes the ETag of the alias, such as "v3"')
     return int(tag[1:])
+
+
+def tagged(response: Response, tag: str, if_none_match: str | None = None) -> Response | None:
+    """Give an answer its ETag. What to answer instead, if the client has it already."""
+    response.headers["ETag"] = quoted(tag)
+    if not is_same(if_none_match, tag):
+        return None
+    return Response(status_code=304, headers={"ETag": quoted(tag)})
 
 
 def is_same(if_none_match: str | None, tag: str) -> bool:

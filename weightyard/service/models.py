@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Query, Response
 
 from weightyard.names import ModelName
 from weightyard.records import Model, Quota, Retention, Role
 from weightyard.service.auth import Caller, GuardedRoute, needs
+from weightyard.service.etags import IfNoneMatch, record_tag, tagged
+from weightyard.service.openapi import CACHED
 from weightyard.service.paging import After, Limit, Named, Project, page
 from weightyard.service.problems import RESPONSES
 from weightyard.service.state import Yard
@@ -46,11 +48,14 @@ async def make_model(yard: Yard, caller: Caller, body: ModelMade) -> Model:
     return await yard.ask(yard.registry.create_model, name, who=caller.who)
 
 
-@router.get("/models/{project}/{name}")
+@router.get("/models/{project}/{name}", response_model=Model, responses=CACHED)
 @needs(Role.READ)
-async def show_model(yard: Yard, model: Named) -> Model:
+async def show_model(
+    yard: Yard, model: Named, response: Response, if_none_match: IfNoneMatch = None
+) -> Model | Response:
     """A model: its newest version, its aliases, its retention."""
-    return await yard.ask(yard.registry.model, model)
+    found = await yard.ask(yard.registry.model, model)
+    return tagged(response, record_tag(found), if_none_match) or found
 
 
 @router.delete("/models/{project}/{name}", status_code=204)

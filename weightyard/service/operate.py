@@ -52,7 +52,17 @@ async def health() -> Health:
 @open_router.get(
     "/ready",
     response_model=Readiness,
-    responses={503: {"model": Readiness, "description": "Not now"}},
+    responses={
+        503: {
+            "model": Readiness,
+            "description": "Not now",
+            "content": {
+                "application/json": {
+                    "example": {"status": "unavailable", "database": False, "store": True}
+                }
+            },
+        }
+    },
 )
 async def ready(yard: Yard) -> Response:
     """The process can serve: its database and its store answer."""

@@ -17,6 +17,7 @@ from weightyard.service.auth import is_loopback
 from weightyard.service.spool import Spool
 from weightyard.service.state import Service
 from weightyard.settings import Settings
+from weightyard.storage.opening import folder_of
 from weightyard.storage.store import Store
 
 DEFAULT_PORT = 8600
@@ -30,8 +31,8 @@ _BACKLOG = 1024
 def open_service(store: Store, database: Database, settings: Settings, host: str) -> Service:
     """A service on this yard, for this address.
 
-    Raises SchemaUnknown, saying which command to run; ForeignStore; NotAllowed if the service
-    would be open to other hosts.
+    Raises SchemaUnknown, saying which command to run; ForeignStore; NotAllowed if there is no
+    token yet, unless this is an embedded yard and the address is this host's own.
     """
     registry = Registry(database, store=store, who="service")
     bound = binding.bind(database, store)
@@ -40,17 +41,21 @@ def open_service(store: Store, database: Database, settings: Settings, host: str
             "WEIGHTYARD_PROXY_HEADER is believed only from WEIGHTYARD_PROXY_ADDRESSES: set those"
         )
     on_loopback = host == "localhost" or is_loopback(host)
-    if not on_loopback and settings.proxy_header is None and not registry.has_tokens():
+    is_embedded = folder_of(store) is not None and database.is_sqlite
+    may_be_open = on_loopback and is_embedded
+    if not may_be_open and settings.proxy_header is None and not registry.has_tokens():
+        who = f"all who reach {host}" if not on_loopback else "every program of this host"
         raise NotAllowed(
-            f"without tokens the service would be open to all who reach {host}: make one first "
-            "(weightyard token create NAME --role admin), or serve on 127.0.0.1"
+            f"without tokens the service would be open to {who}: make one first, on this store and "
+            "database (weightyard token create NAME --role admin); only an embedded yard, a folder "
+            "with SQLite, may be served open, on 127.0.0.1"
         )
     return Service(
         registry=registry,
         store=store,
         bound=bound,
         settings=settings,
-        may_be_open=on_loopback,
+        may_be_open=may_be_open,
         spool=Spool(settings.spool or settings.cache / "spool", settings.spool_bytes),
     )
 

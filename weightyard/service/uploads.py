@@ -20,6 +20,7 @@ from weightyard.registry.registry import LEASE_S, RegistryUpload
 from weightyard.registry.uploads import OpenUpload
 from weightyard.service.auth import Caller, GuardedRoute, Opened, Principal, needs
 from weightyard.service.etags import quoted
+from weightyard.service.openapi import ETAG, LOCATION
 from weightyard.service.paging import Named
 from weightyard.service.problems import RESPONSES
 from weightyard.service.receiving import (
@@ -266,7 +267,9 @@ async def _kept_alive(yard: Service, upload: RegistryUpload) -> AsyncIterator[No
         await asyncio.gather(task, return_exceptions=True)
 
 
-@router.post("/uploads/{upload}/commit", status_code=201)
+@router.post(
+    "/uploads/{upload}/commit", status_code=201, responses={201: {"headers": ETAG | LOCATION}}
+)
 @needs(Role.WRITE)
 async def commit(
     yard: Yard,
@@ -302,6 +305,8 @@ def _commit_written(
 ) -> Version:
     """A version whose manifest the client wrote."""
     manifest = read_manifest(yard.store, Digest(digest))
+    for file in manifest.files:
+        FilePath.of_new(file.path)
     make_durable(yard.store, [layout.manifest(Digest(digest))], min_replicas(yard, publication))
     return handle.commit(Digest(digest), manifest, publication, key)
 

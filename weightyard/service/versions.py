@@ -11,7 +11,8 @@ from weightyard.logs import Log
 from weightyard.names import Ref
 from weightyard.records import Cost, Role, Version
 from weightyard.service.auth import Caller, GuardedRoute, needs
-from weightyard.service.etags import IfMatch, IfNoneMatch, is_same, one_tag, quoted
+from weightyard.service.etags import IfMatch, IfNoneMatch, one_tag, tagged
+from weightyard.service.openapi import CACHED, TAGGED
 from weightyard.service.paging import After, Limit, Named, Number, number_after, page
 from weightyard.service.problems import RESPONSES
 from weightyard.service.state import Service, Yard
@@ -38,38 +39,31 @@ async def list_versions(
     return page(found, limit, lambda version: version.number)
 
 
-@router.get("/resolve/{selector}")
+@router.get("/resolve/{selector}", response_model=Version, responses=CACHED)
 @needs(Role.READ)
 async def resolve(
     yard: Yard,
     model: Named,
     selector: Annotated[str, Path(examples=["prod", "v3", "latest"])],
     response: Response,
-) -> Version:
+    if_none_match: IfNoneMatch = None,
+) -> Version | Response:
     """The version a selector means now: an alias, `v3`, a digest, or `latest`."""
     version = await yard.ask(yard.registry.resolve, Ref.parse(f"{model}@{selector}"))
-    response.headers["ETag"] = quoted(version.etag)
-    return version
+    return tagged(response, version.etag, if_none_match) or version
 
 
-@router.get(
-    "/versions/{number}",
-    response_model=Version,
-    responses={304: {"description": "As the client has it"}},
-)
+@router.get("/versions/{number}", response_model=Version, responses=CACHED)
 @needs(Role.READ)
 async def show_version(
     yard: Yard, model: Named, number: Number, response: Response, if_none_match: IfNoneMatch = None
 ) -> Version | Response:
     """One version. Its ETag goes into the If-Match of a change."""
     version = await yard.ask(yard.registry.resolve, Ref(model, number))
-    if is_same(if_none_match, version.etag):
-        return Response(status_code=304, headers={"ETag": quoted(version.etag)})
-    response.headers["ETag"] = quoted(version.etag)
-    return version
+    return tagged(response, version.etag, if_none_match) or version
 
 
-@router.patch("/versions/{number}")
+@router.patch("/versions/{number}", responses=TAGGED)
 @needs(Role.WRITE)
 async def annotate(
     yard: Yard,
@@ -88,7 +82,7 @@ async def annotate(
         who=caller.who,
         expect=one_tag(if_match),
     )
-    response.headers["ETag"] = quoted(version.etag)
+    tagged(response, version.etag)
     return version
 
 
