@@ -9,9 +9,12 @@ from pathlib import Path
 from loader_world import yard_in
 from service_world import served
 
+from weightyard.names import TokenName
 from weightyard.opening import open_yard
+from weightyard.records import Role
 from weightyard.registry import migrate
 from weightyard.registry.database import Database
+from weightyard.registry.registry import Registry
 from weightyard.service.app import create_app
 from weightyard.service.serving import open_service
 from weightyard.settings import Settings
@@ -41,11 +44,12 @@ def by_service(
     )
     database = Database(f"sqlite:///{folder}/registry.db")
     migrate.upgrade(database)
+    secret = Registry(database).create_token(TokenName("test"), Role.ADMIN, ["*"]).secret
     with open_store(cluster.fresh_dir(), settings) as store:
         service = open_service(store, database, settings, "127.0.0.1")
         with (
             served(create_app(service)) as address,
-            open_yard(address, settings=settings) as opened,
+            open_yard(address, token=secret, settings=settings) as opened,
         ):
             yield opened, database
     database.close()

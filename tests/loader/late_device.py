@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -23,14 +24,22 @@ class LateDevice:
     Nothing is copied before it must be, so a slab filled again too early, or a tensor handed over
     before its copies are done, has the wrong bytes. A slab is spoiled once its copies are done:
     bytes that were to stay there would be wrong.
+
+    Memory for a tensor is given out as a caching allocator does: who had it before may still have
+    work to do with it, in the caller's stream. Copies into it that do not follow that stream come
+    too early: that work spoils them.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._queue: list[Callable[[], object]] = []
         self._done = 0
+        self._before: list[torch.Tensor] = []
+        """What the caller's stream has not come to yet: the work of who had the memory before."""
         self.slabs: list[torch.Tensor] = []
         self.made_bytes = 0
+        self.made: Counter[torch.dtype] = Counter()
+        """Bytes by dtype."""
         self.ran = 0
         self.waited = 0
         self.is_finished = False
@@ -45,12 +54,20 @@ class LateDevice:
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         made = torch.empty(shape, dtype=dtype)
-        made.reshape(-1).view(torch.uint8).fill_(0xDD)
+        with self._lock:
+            self._before.append(made.reshape(-1).view(torch.uint8))
         self.made_bytes += made.nbytes
+        self.made[dtype] += made.nbytes
         return made
 
     def follow(self) -> None:
-        pass
+        self._do_what_came_before()
+
+    def _do_what_came_before(self) -> None:
+        with self._lock:
+            for one in self._before:
+                one.fill_(0xDD)
+            self._before.clear()
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
         def late() -> None:
@@ -71,6 +88,7 @@ class LateDevice:
 
     def hand_over(self) -> None:
         self.reach(self.mark()._number)
+        self._do_what_came_before()
 
     def finish(self) -> None:
         self.hand_over()

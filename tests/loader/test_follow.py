@@ -19,12 +19,15 @@ from waiting import SOON_S, eventually
 
 from weightyard.errors import BadSetting, Bug, Damaged, DoesNotFit, NoSuchThing, Refused, TooLarge
 from weightyard.format.block import MIB
+from weightyard.loader import staging
 from weightyard.loader.follower import Follower
 from weightyard.loader.leases import Holding
 from weightyard.loader.staging import Stage
 from weightyard.registry import schema
+from weightyard.settings import Settings
 from weightyard.storage.store import Store
 from weightyard.testing.faults import FaultyStore
+from weightyard.transfer.reader import Reader
 from weightyard.yard import Yard
 
 PROD = f"{BERT}@prod"
@@ -495,6 +498,23 @@ def test_a_ref_that_means_nothing_yet_is_waited_for(yard: Yard) -> None:
         ready(follower, 1)
         follower.apply()
     assert holds(net, 1)
+
+
+def test_what_is_followed_is_read_from_where_the_reader_was_told_to_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str | None] = []
+
+    def made(*parts: Any, settings: Settings, **how: Any) -> Reader:
+        told.append(settings.location)
+        return Reader(*parts, settings=settings, **how)
+
+    monkeypatch.setattr(staging, "Reader", made)
+    with yard_in(tmp_path, poll_s=0.05, location="/rack-b") as yard:
+        yard.push({"weight": noise(64)}, BERT, alias="prod")
+        with yard.follow(PROD) as follower:
+            ready(follower, 1)
+    assert told == ["/rack-b"]
 
 
 def test_a_pace_that_is_none_is_refused(yard: Yard) -> None:

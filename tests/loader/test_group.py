@@ -112,6 +112,7 @@ def load_columns(world: World, rank: int) -> Outcome:
             tensors=list(chosen),
             slices={name: columns(one) for name, one in chosen.items()},
             dtype="bfloat16",
+            max_host_bytes=64 * MIB,
         )
 
 

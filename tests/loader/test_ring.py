@@ -18,10 +18,14 @@ from weightyard.errors import StoreUnavailable
 from weightyard.format.block import MIB
 from weightyard.format.dtypes import DType
 from weightyard.format.manifest import Box, Extent, TensorEntry
+from weightyard.loader import stored
 from weightyard.loader.arriving import Arriving
 from weightyard.loader.asked import Asked
 from weightyard.loader.batches import one_by_one
+from weightyard.loader.budget import Budget
 from weightyard.loader.load import plan
+from weightyard.loader.mapped import SnapshotOrigin
+from weightyard.loader.origin import Destination, Origin
 from weightyard.loader.plan import plan_tensors
 from weightyard.loader.report import Tally
 from weightyard.loader.ring import RingPlacer
@@ -120,10 +124,20 @@ def test_the_device_notices_a_tensor_handed_over_too_early(yard: Yard) -> None:
     assert not same(_loaded(yard, NotAsked()), STATE)
 
 
+def test_the_device_notices_a_copy_into_memory_that_is_still_in_use(yard: Yard) -> None:
+    """And copies that do not wait for the stream in which their tensors were made are spoiled."""
+
+    class NotFollowed(LateDevice):
+        def follow(self) -> None:
+            pass
+
+    assert not same(_loaded(yard, NotFollowed()), STATE)
+
+
 def test_what_other_ranks_read_arrives_through_slabs_shorter_than_it_is() -> None:
     shapes = {"long": (5 * MIB,), "picked": (1024, 4096)}
     shapes |= {f"short.{number}": (700_000,) for number in range(5)}
-    stored = {name: torch.randint(0, 256, shape).byte() for name, shape in shapes.items()}
+    saved = {name: torch.randint(0, 256, shape).byte() for name, shape in shapes.items()}
     columns = (slice(None), slice(5, 9))
     entries = [
         TensorEntry(
@@ -141,11 +155,11 @@ def test_what_other_ranks_read_arrives_through_slabs_shorter_than_it_is() -> Non
     told: list[int] = []
     arriving = Arriving(plans, placer, told.append)
     whole = arriving.take(
-        (Extent(block, 0, one.nbytes), bytes_of(one)) for block, one in enumerate(stored.values())
+        (Extent(block, 0, one.nbytes), bytes_of(one)) for block, one in enumerate(saved.values())
     )
     found = {plans[number].name: placer.finish(number) for number in whole}
     placer.close()
-    assert same(found, stored | {"picked": stored["picked"][columns]})
+    assert same(found, saved | {"picked": saved["picked"][columns]})
     assert sum(told) == sum(one.nbytes for one in found.values())
 
 
@@ -179,6 +193,83 @@ def test_targets_are_filled_where_they_are_also_of_another_dtype(yard: Yard) -> 
             "layers.1": STATE["layers.1"],
         },
     )
+
+
+@pytest.fixture
+def mapped(yard: Yard) -> Yard:
+    """A node that has a snapshot of the version."""
+    yard.snapshot(BERT)
+    return yard
+
+
+def onto_late_device(
+    yard: Yard,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: Asked,
+    targets: dict[str, torch.Tensor] | None = None,
+) -> tuple[LateDevice, dict[str, torch.Tensor], Origin]:
+    """What a load onto the late device gives, as it is when it is handed over."""
+    device = LateDevice()
+    monkeypatch.setattr(stored, "AcceleratorCopies", lambda _: device)
+    origin = yard._origin(BERT, asked, cache=True)
+    there = Destination(torch.device("meta"), targets or {})
+    placed = origin.tensors(plan(origin, asked), asked, there)
+    return device, {one.name: got if targets else got.clone() for one, got in placed}, origin
+
+
+def test_a_snapshot_goes_through_the_slabs_too(
+    mapped: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    asked = Asked(budget=Budget(64 * MIB), device_decode=True, progress=told.append)
+    device, found, origin = onto_late_device(mapped, monkeypatch, asked)
+    assert isinstance(origin, SnapshotOrigin)
+    assert same(found, STATE)
+    assert len(device.slabs) == 3
+    assert device.waited > 0
+    assert device.is_finished
+    report = origin.report("late")
+    total = sum(one.nbytes for one in STATE.values())
+    assert report.cached_bytes == report.bytes == sum(told) == total
+    assert report.stage_bytes == {"map": total, "place": total}
+    assert left_threads() == []
+
+
+def test_slices_casts_and_targets_come_from_a_snapshot_as_from_the_store(
+    mapped: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slices = {"a.*": (slice(None, None, -3), slice(5, 9)), "layers.*": slice(7, 9)}
+    asked = Asked(tensors=["a.*", "e.*", "layers.3"], dtype="float32", slices=slices)
+    _, found, _ = onto_late_device(mapped, monkeypatch, asked)
+    expected = {
+        "a.long": STATE["a.long"].flip(0)[::3, 5:9].float(),
+        "e.mask": STATE["e.mask"],
+        "layers.3": STATE["layers.3"][7:9].float(),
+    }
+    assert same(found, expected)
+    targets = {
+        "a.long": torch.zeros(4096, 2048, dtype=torch.float32),
+        "layers.1": torch.zeros(1024, 512, dtype=torch.bfloat16).t(),
+        "layers.2": torch.zeros(512, 1024, dtype=torch.bfloat16),
+    }
+    _, found, _ = onto_late_device(mapped, monkeypatch, Asked(tensors=list(targets)), targets)
+    assert all(found[name] is targets[name] for name in targets)
+    assert same(found, {name: STATE[name].to(one.dtype) for name, one in targets.items()})
+
+
+@pytest.mark.parametrize("device_decode", [False, True])
+@pytest.mark.parametrize("cache", [False, True])
+def test_tensors_without_elements_need_no_slab(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cache: bool, device_decode: bool
+) -> None:
+    state = {"a": torch.empty(0, 3), "b": torch.empty(2, 0, dtype=torch.bfloat16)}
+    with yard_in(tmp_path) as yard:
+        yard.push(state, BERT)
+        if cache:
+            yard.snapshot(BERT)
+        asked = Asked(device_decode=device_decode, dtype="float16")
+        _, found, _ = onto_late_device(yard, monkeypatch, asked)
+    assert same(found, {name: one.half() for name, one in state.items()})
 
 
 def test_after_a_failure_nothing_is_copied_any_more(

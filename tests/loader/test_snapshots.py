@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from snapshot_world import BERT, content, leftovers, settings_in, write_model, yard_in
-from waiting import SOON_S
+from waiting import SOON_S, eventually
 
 from weightyard.errors import (
     NoSuchThing,
@@ -312,6 +312,28 @@ def test_a_mapped_load_verifies_in_the_background_at_most_once_a_day(
     assert again is not None
     again.join(SOON_S)
     assert not path.exists()
+
+
+def test_a_load_has_its_snapshot_verified_and_one_that_is_damaged_is_made_anew(
+    yard: Yard,
+) -> None:
+    """Damaged as by a disk: neither the length nor the time of the file tells."""
+    torch = pytest.importorskip("torch")
+    state = {"weight": torch.randn(256, 256)}
+    yard.push(state, BERT)
+    path = yard.snapshot(BERT)
+    (file,) = path.glob("*.safetensors")
+    damage(file)
+    checked = Place(path.parent, path.name).checked
+    os.utime(checked, (0, 0))  # long ago
+    damaged = yard.load(BERT)
+    assert damaged.report.from_snapshot
+    eventually(lambda: not path.exists())
+    del damaged
+    again = yard.load(BERT)
+    assert torch.equal(again["weight"], state["weight"])
+    assert yard.byproducts.wait(SOON_S)
+    assert torch.equal(yard.load(BERT)["weight"], state["weight"])
 
 
 def test_who_comes_to_verify_when_another_just_did_leaves_it(

@@ -11,7 +11,7 @@ import numpy as np
 from weightyard.format.block import aligned
 from weightyard.format.manifest import Extent
 from weightyard.loader.batches import Batch, Part
-from weightyard.loader.filling import Filled, copy_picked
+from weightyard.loader.filling import Filled
 from weightyard.loader.placing import Placer
 from weightyard.loader.plan import Fetch, Pick, TensorPlan
 
@@ -134,9 +134,8 @@ class Arriving:
     def _place(self, parts: Sequence[Part], sources: Sequence[memoryview]) -> list[int]:
         def fill(targets: Iterable[Filled]) -> None:
             for target, source in zip(targets, sources, strict=True):
-                goes = target.fetch.goes
-                if isinstance(goes, Pick):
-                    copy_picked(goes, target.dtype, source, target.memory)
+                if isinstance(target.fetch.goes, Pick):
+                    target.pick(source)
                 else:
                     np.copyto(np.frombuffer(target.memory, np.uint8), source)
 

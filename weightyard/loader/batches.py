@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from weightyard.format.block import CHUNK_BYTES, DEFAULT_BLOCK_BYTES, MIB, aligned
@@ -38,18 +38,24 @@ class Batch:
     """What it counts against the budget."""
 
 
-def all_at_once(tensors: Sequence[TensorPlan], batch_bytes: int = BATCH_BYTES) -> Iterator[Batch]:
-    """One batch of all that goes straight into its place, then those to pick from, by budget.
+def all_at_once(
+    tensors: Sequence[TensorPlan],
+    batch_bytes: int = BATCH_BYTES,
+    piece_bytes: int = DEFAULT_BLOCK_BYTES,
+    converted: Collection[int] = (),
+) -> Iterator[Batch]:
+    """One batch of all that goes straight into its place, then the others, by budget.
 
     For tensors on the host: where bytes are received is where they stay, so reading all of it at
-    once takes no memory beside the result.
+    once takes no memory beside the result. The others are those to pick from, and those that are
+    converted on the way.
     """
-    straight = [number for number, tensor in enumerate(tensors) if not tensor.is_picked]
-    picked = [number for number, tensor in enumerate(tensors) if tensor.is_picked]
+    beside = {number for number, tensor in enumerate(tensors) if tensor.is_picked} | set(converted)
+    straight = [number for number in range(len(tensors)) if number not in beside]
     parts = [Part(number, fetch) for number in straight for fetch in tensors[number].fetches]
     if straight:
         yield Batch(tuple(parts), tuple(straight), 0)
-    yield from _cut(tensors, picked, batch_bytes)
+    yield from _cut(tensors, sorted(beside), batch_bytes, piece_bytes)
 
 
 def one_by_one(
@@ -68,7 +74,7 @@ def _cut(
     tensors: Sequence[TensorPlan],
     numbers: Iterable[int],
     batch_bytes: int,
-    piece_bytes: int = DEFAULT_BLOCK_BYTES,
+    piece_bytes: int,
 ) -> Iterator[Batch]:
     limit = min(FIRST_BYTES, batch_bytes)
     parts: list[Part] = []

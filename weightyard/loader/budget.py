@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from weightyard.codec.arena import ARENA_BYTES
 from weightyard.errors import BadSetting
 from weightyard.format.block import MIB
 from weightyard.loader.batches import AHEAD_BYTES, BATCH_BYTES
@@ -21,6 +22,11 @@ SLABS = 3
 DEVICE_WORK_BYTES = 12 * MIB
 """What a device that decodes allocates while it works on a part of the scratch memory: a few
 times the bytes of one plane."""
+
+
+CONVERTED_BYTES = 8 * MIB
+"""Scratch memory of a device, for tensors that are not as they are stored; less than it must have
+to spare."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +48,22 @@ class Budget:
                 raise BadSetting(f"{name} is {bound}: loading needs {least}")
 
     @property
-    def reading_bytes(self) -> int:
-        """For each of the batches that are read at once."""
+    def decoders(self) -> int | None:
+        """The most threads that decode for each of the batches read at once; None: any number.
+
+        Each has scratch memory, for all of which together there is half of what reading may use.
+        """
         if self.max_host_bytes is None:
+            return None
+        return max(1, self.max_host_bytes // 4 // READS_AT_ONCE // ARENA_BYTES)
+
+    @property
+    def reading_bytes(self) -> int:
+        """For each of the batches that are read at once, besides those who decode."""
+        if self.max_host_bytes is None or self.decoders is None:
             return MAX_HOST_BYTES
-        return min(MAX_HOST_BYTES, self.max_host_bytes // 2 // READS_AT_ONCE)
+        each = self.max_host_bytes // 2 // READS_AT_ONCE
+        return min(MAX_HOST_BYTES, each - self.decoders * ARENA_BYTES)
 
     def ahead_bytes(self, asked_bytes: int | None = None) -> int:
         """What may be read before it is asked for."""
@@ -56,11 +73,22 @@ class Budget:
     def batch_bytes(self, ahead_bytes: int) -> int:
         return max(MIB, min(BATCH_BYTES, ahead_bytes // 4))
 
-    def slab_bytes(self, *, device_decode: bool) -> int:
-        """Of a ring; a device that decodes has scratch memory as long as a slab."""
+    @property
+    def round_bytes(self) -> int | None:
+        """What a group exchanges at a time, and what each rank reads at a time; None: any amount.
+
+        Two of these are read ahead and one was exchanged, beside what is being placed.
+        """
+        return None if self.max_host_bytes is None else self.max_host_bytes // 16
+
+    def slab_bytes(self, *, device_decode: bool, by_group: bool = False) -> int:
+        """Of a ring; a device that decodes has scratch memory as long as a slab.
+
+        `by_group`: half of the ring's memory is needed for what is exchanged.
+        """
         most = BATCH_BYTES
         if self.max_host_bytes is not None:
-            most = min(most, self.max_host_bytes // 2 // SLABS)
+            most = min(most, self.max_host_bytes // (4 if by_group else 2) // SLABS)
         if device_decode and self.max_device_extra_bytes is not None:
             most = min(most, self.max_device_extra_bytes - DEVICE_WORK_BYTES)
         return most // MIB * MIB

@@ -6,7 +6,6 @@ the device that is used again and again, and from there put where it belongs.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -76,26 +75,27 @@ class DecodingRing(RingPlacer):
         super().__init__(
             plans, tally, copies, dtype=dtype, targets=targets, slab_bytes=slab_bytes, slabs=slabs
         )
-        import torch
-
-        self._scratch = copies.empty((self.batch_bytes,), torch.uint8)
+        self._scratch = self._scratch_of(self.batch_bytes)
         copies.follow()
-        # Several threads queue work on the scratch memory: what belongs together stays so.
-        self._queueing = threading.Lock()
         self._added: dict[int, list[tuple[int, Encoding]]] = {}
 
     def fill_undecoded(self, batch: Batch, reads: ReadsUndecoded) -> None:
-        """As `fill`, but for what is put together on the host the device decodes."""
-        picked = [one for part in batch.parts if part.tensor in self._picked
-                  for one in self.assembled(part)]  # fmt: skip
-        if picked:
-            reads.fill(picked)
+        """As `fill`, but the device decodes.
+
+        Not what is put together on the host, nor what is converted on the way: merging and adding
+        need a tensor as it is stored, which would lie there besides.
+        """
+        decoded = [part for part in batch.parts if self._is_for_host(part.tensor)]
+        if decoded:
+            self.fill(Batch(tuple(decoded), (), 0), reads.fill)
         sent = []
         for part in batch.parts:
-            if part.tensor not in self._picked:
+            if not self._is_for_host(part.tensor):
                 assert isinstance(part.fetch.goes, int)
                 pieces = pieces_of(part.fetch, reads.blocks)
                 sent.append(_Sent(part.tensor, part.fetch.goes, pieces))
+        if not sent:
+            return
         bases: list[_Sent] = []
         for one, came in zip(sent, self._bring(sent, reads), strict=True):
             for piece, encoding in came.differences:
@@ -107,6 +107,9 @@ class DecodingRing(RingPlacer):
                     self._added.setdefault(one.tensor, []).append((start, encoding))
         if bases:
             self._bring(bases, reads, adds=True)
+
+    def _is_for_host(self, number: int) -> bool:
+        return number in self._picked or number in self._converted
 
     def finish(self, number: int) -> torch.Tensor:
         """The tensor. Raises BlockCorrupt if a delta and its base do not make the block."""
@@ -129,7 +132,8 @@ class DecodingRing(RingPlacer):
                 came.append((at, Undecoded(one.pieces, room)))
                 at += one.length
             reads.read_undecoded([undecoded for _, undecoded in came], are_bases=adds)
-            with self._tally.stage("place"), self._queueing:
+            placed_bytes = 0 if adds else sum(one.length for one in sent)
+            with self._tally.stage("place", placed_bytes), self._queueing:
                 for one, (begin, undecoded) in zip(sent, came, strict=True):
                     into = self.bytes_on_device(one.tensor, one.start, one.length)
                     self._queue(slab.memory, begin, undecoded, into, adds=adds)
@@ -145,6 +149,7 @@ class DecodingRing(RingPlacer):
         *,
         adds: bool,
     ) -> None:
+        assert self._scratch is not None
         for run in undecoded.lying():
             room = slice(begin + run.start, begin + run.start + run.length)
             goes = into[run.start : run.start + run.length]

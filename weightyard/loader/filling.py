@@ -26,21 +26,31 @@ class Filled:
     dtype: DType
     memory: memoryview
     """The fetch's own bytes if it goes straight there; all of the tensor's if they are picked."""
+    put: Callable[[Pick, memoryview], None] | None = None
+    """Picks from a run into a tensor that is not as it is stored."""
+
+    def pick(self, run: memoryview) -> None:
+        """Have what is wanted of a run."""
+        assert isinstance(self.fetch.goes, Pick)
+        if self.put is not None:
+            self.put(self.fetch.goes, run)
+        else:
+            copy_picked(self.fetch.goes, self.dtype, run, self.memory)
 
 
 def fill(read: Read, blocks: Sequence[BlockEntry], targets: Iterable[Filled]) -> ReadReport:
     """Read all of it, then pick. Raises what the read raises."""
     wanted: list[Wanted] = []
-    picks: list[tuple[Pick, DType, memoryview, memoryview]] = []
+    picks: list[tuple[Filled, memoryview]] = []
     for target in targets:
         run = target.memory
         if isinstance(target.fetch.goes, Pick):
             run = np.empty(target.fetch.length, np.uint8).data
-            picks.append((target.fetch.goes, target.dtype, run, target.memory))
+            picks.append((target, run))
         wanted += _wanted(blocks, target.fetch.extents, run)
     report = read(wanted)
-    for pick, dtype, run, memory in picks:
-        copy_picked(pick, dtype, run, memory)
+    for target, run in picks:
+        target.pick(run)
     return report
 
 

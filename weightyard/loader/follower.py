@@ -6,7 +6,8 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from weightyard import jitter
@@ -31,14 +32,16 @@ from weightyard.loader.origin import chosen
 from weightyard.loader.plan import TensorPlan
 from weightyard.loader.report import OnLoadEvent
 from weightyard.loader.resident import Resident
-from weightyard.loader.staging import Stage, Staged, StagedTensor
+from weightyard.loader.staging import WORKING_BYTES, Stage, Staged, StagedTensor, prepare
 from weightyard.logs import Log
 from weightyard.names import Ref
 from weightyard.records import Version
+from weightyard.settings import Settings
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import Catalogue
+from weightyard.transfer.memory import SpareMemory
 from weightyard.transfer.reader import ReadReport, ReadsBlocks
 from weightyard.transfer.watching import Sighting
 
@@ -72,6 +75,9 @@ class Following:
     poll_s: float
     on_event: OnLoadEvent | None = None
     """Is told of what happens to reads."""
+    settings: Settings | None = None
+    spare: SpareMemory = field(default_factory=lambda: SpareMemory(WORKING_BYTES))
+    """Memory to read with, kept from one version to the next."""
 
     def __post_init__(self) -> None:
         if not 0 < self.poll_s <= MAX_POLL_S:
@@ -99,7 +105,15 @@ class Following:
             source = self.store()
         except (StoreUnavailable, Unsupported):
             source = self.reader(version, manifest, Deadline.after(None, cancel))
-        return Stage(source, self.catalogue, self.max_host_bytes, self.asked.verify, self.on_event)
+        return Stage(
+            source,
+            self.catalogue,
+            self.max_host_bytes,
+            self.asked.verify,
+            self.on_event,
+            self.settings,
+            self.spare,
+        )
 
 
 class Follower(Closing):
@@ -326,12 +340,16 @@ class Follower(Closing):
         holding = Holding(self._following.catalogue)
         try:
             try:
+                if self._version is not None:  # else there is something to bring now
+                    with suppress(MemoryError):
+                        prepare(self._following.spare, self._following.max_host_bytes)
                 while (todo := self._next(holding.refs)) is not None:
                     wanted, refs = todo
                     holding.hold(refs)
                     if wanted is not None:
                         self._bring(wanted)
             finally:
+                self._following.spare.take_all()
                 holding.hold(())
         except Exception as why:  # noqa: BLE001  nobody else would learn of it
             ended = Bug(f"bringing what {self._following.ref} means ended: {why!r}")

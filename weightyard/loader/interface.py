@@ -21,7 +21,7 @@ from weightyard.names import Digest
 from weightyard.records import RememberedVersion, Version
 from weightyard.settings import Settings
 from weightyard.storage.deadline import NEVER, Deadline
-from weightyard.storage.local import LocalStore
+from weightyard.storage.opening import folder_of
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import Catalogue
 
@@ -379,6 +379,6 @@ class Loads(ABC):
         """Whether a snapshot of it is wanted: not of what this host has anyway, nor offline."""
         return (
             self._settings.cache_loads
-            and not isinstance(store, LocalStore)
+            and folder_of(store) is None
             and not isinstance(version, RememberedVersion)
         )

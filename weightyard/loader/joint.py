@@ -21,6 +21,7 @@ from weightyard.loader import peers
 from weightyard.loader.arriving import Arriving
 from weightyard.loader.asked import Asked
 from weightyard.loader.batches import Batch, Part
+from weightyard.loader.budget import READS_AT_ONCE
 from weightyard.loader.filling import Filled
 from weightyard.loader.finding import find, told
 from weightyard.loader.origin import Destination, Origin
@@ -28,6 +29,7 @@ from weightyard.loader.peers import DONE, Parcel, Ranks, tell_until_done
 from weightyard.loader.placing import Placer
 from weightyard.loader.plan import Fetch, TensorPlan
 from weightyard.loader.sharing import (
+    ROUND_BYTES,
     Portion,
     Split,
     decode_wants,
@@ -36,7 +38,7 @@ from weightyard.loader.sharing import (
     split_reads,
     wants_of,
 )
-from weightyard.loader.stored import Reading, StoreOrigin, placer_for
+from weightyard.loader.stored import Reading, StoreOrigin, converted_for, placer_for
 from weightyard.loader.straight import straight_parts
 from weightyard.transfer.plan import GAP_BYTES, RUN_BYTES
 
@@ -45,6 +47,9 @@ if TYPE_CHECKING:
 
 _AHEAD = 4
 """What a rank reads before it is exchanged or placed: so many rounds."""
+
+_AHEAD_WITHIN = 2
+"""The same with a bound on the host's memory, by which `Budget.round_bytes` divides it."""
 
 _T = TypeVar("_T")
 
@@ -63,13 +68,17 @@ class Planned:
 
     @property
     def is_straight(self) -> bool:
-        """Whether tensors lie where their bytes are received.
+        """Whether tensors that are as they are stored lie where their bytes are received.
 
-        Elsewhere, with a cast, and where whole blocks are wanted to prove some of their bytes,
-        there is a copy, which is bounded.
+        Elsewhere, and where whole blocks are wanted to prove some of their bytes, there is a copy,
+        which is bounded.
         """
-        asked = self.asked
-        return self.to.device.type == "cpu" and asked.dtype is None and asked.verify == "fast"
+        return self.to.device.type == "cpu" and self.asked.verify == "fast"
+
+    @property
+    def copied(self) -> frozenset[int]:
+        """Tensors, by number, that get their bytes from elsewhere in memory. Raises Unsupported."""
+        return self.passing | converted_for(self.plans, self.asked, self.to)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +109,8 @@ class _Wish(msgspec.Struct):
     """The same if it is the same that is asked for."""
     raw_bytes: int
     verify: str
+    round_bytes: int | None
+    """The most it has memory to exchange at a time."""
 
 
 def read_jointly(ranks: Ranks, prepare: Callable[[], Planned], take: Take) -> Joint:
@@ -107,11 +118,11 @@ def read_jointly(ranks: Ranks, prepare: Callable[[], Planned], take: Take) -> Jo
 
     Raises what preparing and reading raise, and RankFailed if another rank fails.
     """
-    mine: list[Planned] = []
+    mine: list[tuple[Planned, frozenset[int]]] = []
 
     def wish() -> bytes:
         planned = prepare()
-        mine.append(planned)
+        mine.append((planned, planned.copied))
         # What this node has the files of it reads from those.
         needed = planned.plans if isinstance(planned.origin, StoreOrigin) else ()
         regions = repr([(one.names, one.region) for one in needed]).encode()
@@ -120,19 +131,24 @@ def read_jointly(ranks: Ranks, prepare: Callable[[], Planned], take: Take) -> Jo
             asked=hashlib.blake2s(regions).digest(),
             raw_bytes=sum(one.bytes for one in needed),
             verify=planned.asked.verify,
+            round_bytes=planned.asked.budget.round_bytes,
         )
         return msgspec.msgpack.encode(said)
 
     wishes = [told(said, _Wish) for said in ranks.tell(wish, "planning")]
-    planned = mine[0]
+    planned, copied = mine[0]
     # A rank that wants proof gets it only if those that read for it prove what they read.
     is_full = any(one.verify == "full" for one in wishes)
     planned = replace(planned, asked=replace(planned.asked, verify="full" if is_full else "fast"))
     blocks = planned.origin.manifest.blocks
     wants = [decode_wants(one.wants, blocks, whole=is_full) for one in wishes]
     found = find(ranks, planned.origin, wants)
-    split = split_reads(wants, blocks, found.lying, found.places, whole=is_full)
-    received_bytes = _carry_out(ranks, planned, split, take)
+    bounds = [one.round_bytes for one in wishes if one.round_bytes is not None]
+    round_bytes = min([ROUND_BYTES, *bounds])
+    split = split_reads(
+        wants, blocks, found.lying, found.places, whole=is_full, round_bytes=round_bytes
+    )
+    received_bytes = _carry_out(ranks, planned, copied, split, take)
     read = ranks.tell(lambda: msgspec.msgpack.encode(planned.origin.tally.stored_bytes), "counting")
     alike = {one.asked: one.raw_bytes for one in wishes}
     return Joint(
@@ -144,11 +160,13 @@ def read_jointly(ranks: Ranks, prepare: Callable[[], Planned], take: Take) -> Jo
     )
 
 
-def _carry_out(ranks: Ranks, planned: Planned, split: Split, take: Take) -> int:
+def _carry_out(
+    ranks: Ranks, planned: Planned, copied: frozenset[int], split: Split, take: Take
+) -> int:
     """Read and exchange, round by round. What can fail is done where all ranks hear of it."""
     has_files = not isinstance(planned.origin, StoreOrigin)
     making: _Making = (
-        _Mapping(planned, take) if has_files else _Sharing(planned, split, ranks.rank, take)
+        _Mapping(planned, take) if has_files else _Sharing(planned, copied, split, ranks.rank, take)
     )
     try:
         for portions in split.rounds:
@@ -158,6 +176,7 @@ def _carry_out(ranks: Ranks, planned: Planned, split: Split, take: Take) -> int:
         tell_until_done(ranks, making.go_on, "reading")
     finally:
         making.close()
+    planned.origin.tally.moved("exchange", making.received_bytes)
     return making.received_bytes
 
 
@@ -208,17 +227,24 @@ class _Mapping(_Making):
 class _Sharing(_Making):
     """Out of the store, together with others."""
 
-    def __init__(self, planned: Planned, split: Split, rank: int, take: Take) -> None:
+    def __init__(
+        self, planned: Planned, copied: frozenset[int], split: Split, rank: int, take: Take
+    ) -> None:
         super().__init__(planned, take)
         self._rank = rank
+        most_bytes = planned.asked.budget.round_bytes
+        self._ahead = _AHEAD if most_bytes is None else _AHEAD_WITHIN
+        read_bytes = RUN_BYTES if most_bytes is None else min(RUN_BYTES, most_bytes)
+        # Each thread that reads takes as much memory as a batch may.
+        threads = _AHEAD + 1 if most_bytes is None else READS_AT_ONCE
         # What lies between the portions of this rank is another one's to read.
         self._gap_bytes = ALIGNMENT if len(split.own) > 1 else GAP_BYTES
         self._straight: list[Part] = []
         own: Sequence[Portion] = split.own[rank]
         if planned.is_straight:
-            self._straight, own = straight_parts(planned.plans, own, planned.passing)
+            self._straight, own = straight_parts(planned.plans, own, copied)
         rounds = ([one for one in some if one.reader == rank] for some in split.rounds)
-        self._upcoming = chain(rounds, _grouped(own))
+        self._upcoming = chain(rounds, _grouped(own, read_bytes))
         self._extents = [
             extent
             for one in chain(own, (one for some in split.rounds for one in some))
@@ -228,7 +254,7 @@ class _Sharing(_Making):
         self._running: deque[tuple[Sequence[Portion], Future[list[memoryview]]]] = deque()
         self._own: list[memoryview] = []
         self._arrived: list[tuple[Portion, memoryview]] = []
-        self._pool = ThreadPoolExecutor(_AHEAD + 1, "weightyard-load")
+        self._pool = ThreadPoolExecutor(threads, "weightyard-load")
         self._readings: list[Reading] = []
         self._placer: Placer | None = None
         self._filling: Future[None] | None = None
@@ -297,7 +323,9 @@ class _Sharing(_Making):
         assert isinstance(origin, StoreOrigin)
         quiet = replace(planned.asked, progress=None)  # what arrives counts when it is placed
         self._readings.append(Reading(origin, quiet, self._extents, self._gap_bytes))
-        self._placer = placer_for(planned.plans, planned.asked, planned.to, origin.tally)
+        self._placer = placer_for(
+            planned.plans, planned.asked, planned.to, origin.tally, by_group=True
+        )
         self._arriving = Arriving(planned.plans, self._placer, planned.asked.progress)
         if self._straight:
             extents = (extent for part in self._straight for extent in part.fetch.extents)
@@ -307,7 +335,7 @@ class _Sharing(_Making):
             self._filling = self._pool.submit(self._placer.fill, batch, self._readings[1].fill)
 
     def _read_ahead(self) -> None:
-        while len(self._running) < _AHEAD and (own := next(self._upcoming, None)) is not None:
+        while len(self._running) < self._ahead and (own := next(self._upcoming, None)) is not None:
             self._running.append((own, self._pool.submit(_read, self._readings[0], own)))
 
     def _is_there(self, future: Future[_T], until: float) -> bool:
@@ -339,12 +367,12 @@ class _Sharing(_Making):
             self._take(number, self._placer.finish(number))
 
 
-def _grouped(portions: Iterable[Portion]) -> Iterator[list[Portion]]:
+def _grouped(portions: Iterable[Portion], most_bytes: int) -> Iterator[list[Portion]]:
     """Portions to be read at once, so many bytes and at least one."""
     group: list[Portion] = []
     used = 0
     for portion in portions:
-        if group and used + portion.length > RUN_BYTES:
+        if group and used + portion.length > most_bytes:
             yield group
             group, used = [], 0
         group.append(portion)

@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from weightyard.errors import Damaged
-from weightyard.format.manifest import FileEntry, Manifest
+from weightyard.format.manifest import Extent, FileEntry, Manifest
 from weightyard.loader.asked import Asked
+from weightyard.loader.batches import Batch, one_by_one
+from weightyard.loader.converting import result_dtype
+from weightyard.loader.delivering import deliver
+from weightyard.loader.filling import Filled
 from weightyard.loader.mapping import MappedFile
 from weightyard.loader.origin import Destination, Origin
 from weightyard.loader.placing import settled
-from weightyard.loader.plan import TensorPlan
+from weightyard.loader.plan import Fetch, TensorPlan
 from weightyard.loader.report import LoadReport, Tally
 from weightyard.loader.slicing import Region, Steps, whole_region
 from weightyard.loader.snapshot import Snapshot
+from weightyard.loader.state import bytes_of, torch_dtype
+from weightyard.loader.stored import placer_for
 from weightyard.records import Version
 from weightyard.transfer.source import FileSource
 
@@ -57,31 +66,87 @@ class SnapshotOrigin(Origin):
     def tensors(
         self, plans: Sequence[TensorPlan], asked: Asked, to: Destination
     ) -> Iterator[tuple[TensorPlan, torch.Tensor]]:
-        dtype = asked.torch_dtype
-        is_here = to.device.type == "cpu"
         self.open_files(plan.file for plan in plans)
+        self.tally.moved("map", sum(plan.bytes for plan in plans))
+        is_here = to.device.type == "cpu"
+        made = self._here(plans, asked, to) if is_here else self._onto(plans, asked, to)
+        with closing(made):
+            for plan, tensor in made:
+                self.tally.delivered(len(plan.names), plan.bytes)
+                if asked.progress is not None and not self._is_told:
+                    asked.progress(plan.bytes)
+                asked.deadline.left("loading")
+                yield plan, tensor
+                del tensor  # from here on only the caller has it
+
+    def _here(
+        self, plans: Sequence[TensorPlan], asked: Asked, to: Destination
+    ) -> Generator[tuple[TensorPlan, torch.Tensor]]:
+        dtype = asked.torch_dtype
         for plan in plans:
             target = to.targets.get(plan.name)
-            tensor = self._found(plan, self._mapped[self._path(plan.file)])
-            if not is_here or plan.region != whole_region(tensor.shape):
-                with self.tally.stage("place"):
-                    tensor = picked(tensor, plan.region)
-                    tensor = tensor if target is not None else tensor.to(to.device)
-            self.tally.delivered(len(plan.names), tensor.nbytes)
-            if asked.progress is not None and not self._is_told:
-                asked.progress(tensor.nbytes)
-            asked.deadline.left("loading")
+            is_copied = target is not None or result_dtype(plan, dtype) != torch_dtype(plan.dtype)
+            tensor = self._wanted(plan, is_copied=is_copied)
             yield plan, settled(tensor, target, dtype, self.tally)
+
+    def _onto(
+        self, plans: Sequence[TensorPlan], asked: Asked, to: Destination
+    ) -> Generator[tuple[TensorPlan, torch.Tensor]]:
+        """Onto a device: what is mapped goes through the same slabs as what is read."""
+        whole = [replace(plan, fetches=tuple(_straight(plan.bytes))) for plan in plans]
+        placer = placer_for(whole, replace(asked, device_decode=False), to, self.tally)
+        ahead = asked.budget.ahead_bytes(to.ahead_bytes)
+        batch_bytes = min(asked.budget.batch_bytes(ahead), placer.batch_bytes)
+        sources: dict[int, memoryview] = {}
+
+        def batches() -> Iterator[Batch]:
+            for batch in one_by_one(whole, batch_bytes):
+                for number in (part.tensor for part in batch.parts):
+                    if number not in sources:
+                        sources[number] = bytes_of(self._wanted(plans[number]))
+                yield batch
+
+        def fill(batch: Batch) -> None:
+            def copy(targets: Iterable[Filled]) -> None:
+                for part, target in zip(batch.parts, targets, strict=True):
+                    goes, length = part.fetch.goes, part.fetch.length
+                    assert isinstance(goes, int)
+                    source = sources[part.tensor][goes : goes + length]
+                    np.copyto(np.frombuffer(target.memory, np.uint8), source)
+
+            if batch.parts:
+                placer.fill(batch, copy)
+
+        placed = deliver(batches(), placer, fill, ahead_bytes=ahead, deadline=asked.deadline)
+        with closing(placed):
+            for number, tensor in placed:
+                sources.pop(number, None)
+                yield plans[number], tensor
+                del tensor
 
     def held(self) -> AbstractContextManager[object]:
         return nullcontext()  # the files are this node's: nobody else takes them away
 
     def report(self, device: object, **more: Any) -> LoadReport:
         self._snapshot.recheck()
-        return self.tallied(device, from_snapshot=True, **more)
+        cached_bytes = 0 if self._is_told else self.tally.bytes
+        return self.tallied(device, from_snapshot=True, cached_bytes=cached_bytes, **more)
 
     def _path(self, number: int | None) -> str | None:
         return None if number is None else self.manifest.files[number].path
+
+    def _wanted(self, plan: TensorPlan, *, is_copied: bool = False) -> torch.Tensor:
+        """What is wanted of a tensor: mapped if that is all of it, else a copy of its own.
+
+        `is_copied`: the caller makes one, so that a view of what is mapped will do.
+        """
+        tensor = self._found(plan, self._mapped[self._path(plan.file)])
+        if plan.region != whole_region(tensor.shape):
+            with self.tally.stage("place"):
+                tensor = picked(tensor, plan.region, is_copied=is_copied)
+        if tuple(tensor.shape) != plan.shape:  # such a file was changed, and is not verified yet
+            raise self._damaged(plan)
+        return tensor
 
     def _found(self, plan: TensorPlan, file: MappedFile) -> torch.Tensor:
         tensor = file.tensor(plan.name, plan.dtype)
@@ -89,21 +154,30 @@ class SnapshotOrigin(Origin):
             tied = (one.tied for one in self.manifest.tensors if one.name == plan.name)
             tensor = file.tensor(next(tied, None) or plan.name, plan.dtype)
         if tensor is None:
-            raise Damaged(
-                f"the snapshot of {self.version.ref} has no tensor {plan.name} of {plan.dtype}: "
-                "see `weightyard cache verify`"
-            )
+            raise self._damaged(plan)
         return tensor
 
+    def _damaged(self, plan: TensorPlan) -> Damaged:
+        return Damaged(
+            f"the snapshot of {self.version.ref} has no tensor {plan.name} of {plan.dtype}: "
+            "see `weightyard cache verify`"
+        )
 
-def picked(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """What a region picks: the tensor itself if that is all of it, else a copy of its own."""
-    if region == whole_region(tensor.shape):
-        return tensor
+
+def _straight(length: int) -> Iterator[Fetch]:
+    """All of a tensor as one run, which lies in no block."""
+    if length:
+        yield Fetch((Extent(0, 0, length),), length, 0)
+
+
+def picked(tensor: torch.Tensor, region: Region, *, is_copied: bool = False) -> torch.Tensor:
+    """What a region picks, with memory of its own unless the caller copies it."""
     chosen = tensor[tuple(map(_forward, region))]
     kept = [steps for steps in region if steps.is_kept]
     backward = [dim for dim, steps in enumerate(kept) if steps.step < 0]
-    return chosen.flip(backward) if backward else chosen.clone()
+    if backward:
+        return chosen.flip(backward)  # which copies
+    return chosen if is_copied else chosen.clone()
 
 
 def _forward(steps: Steps) -> int | slice:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import itertools
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from weightyard.storage.deadline import Deadline
 
 if TYPE_CHECKING:
     import torch
+    import torch.distributed as dist
 
 _log = Log(__name__)
 
@@ -164,7 +166,7 @@ class Peers:
         import torch.distributed as dist
 
         arriving: list[tuple[torch.Tensor, torch.Tensor]] = []
-        operations, peers = [], []
+        operations: list[dist.P2POp] = []
         for operation, parcels in ((dist.isend, sends), (dist.irecv, receives)):
             for parcel in parcels:
                 if not parcel.memory.nbytes:
@@ -176,20 +178,46 @@ class Peers:
                 operations.append(
                     dist.P2POp(operation, there, group=self._group, group_peer=parcel.rank)
                 )
-                peers.append(parcel.rank)
         if not operations:
             return
         waited_for: int | None = None
         try:
-            works = dist.batch_isend_irecv(operations)
-            for number, work in enumerate(works):
-                waited_for = peers[number] if len(works) == len(peers) else None
+            for peer, work in self._begun(operations):
+                waited_for = peer
                 work.wait(self._patience)
         except RuntimeError as why:
             self._blame(waited_for, doing, why)
         for host, there in arriving:
             if there is not host:
                 host.copy_(there)
+
+    def _begun(self, operations: list[dist.P2POp]) -> Iterator[tuple[int | None, Any]]:
+        """Begin operations; their works, and with whom. Raises RuntimeError when all are begun.
+
+        One that fails at once, with a rank that is gone, must not keep the others from being begun:
+        the ranks that are left would wait for this one, and not notice who is gone.
+        """
+        import torch.distributed as dist
+
+        if self._device.type != "cpu":  # there they must be begun together
+            works = dist.batch_isend_irecv(operations)
+            is_each = len(works) == len(operations)
+            for one, work in zip_longest(operations if is_each else [], works):
+                yield None if one is None else one.group_peer, work
+            return
+        begun: list[tuple[int, Any]] = []
+        failed: RuntimeError | None = None
+        for one in operations:
+            side = "group_dst" if one.op is dist.isend else "group_src"
+            try:
+                work = one.op(one.tensor, group=one.group, **{side: one.group_peer})
+            except RuntimeError as why:
+                failed = failed or why
+            else:
+                begun.append((one.group_peer, work))
+        if failed is not None:
+            raise failed
+        yield from begun
 
     @property
     def _patience(self) -> timedelta:

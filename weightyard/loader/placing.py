@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import numpy as np
+
 from weightyard.errors import Unsupported
-from weightyard.loader.batches import BATCH_BYTES, Batch
+from weightyard.loader.batches import BATCH_BYTES, Batch, Part
+from weightyard.loader.converting import is_as_stored, put_picked, put_run, result_dtype
 from weightyard.loader.filling import Filled
 from weightyard.loader.plan import Pick, TensorPlan
 from weightyard.loader.report import Tally
-from weightyard.loader.state import bytes_of, empty_tensor, torch_dtype
+from weightyard.loader.state import bytes_of, empty_of
+from weightyard.transfer.memory import Buffers
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +55,10 @@ class Placer(ABC):
 
 
 class HostPlacer(Placer):
-    """Tensors on the host: bytes are received where they stay."""
+    """Tensors on the host: bytes are received where they stay.
+
+    Those that are not as they are stored get theirs from memory that is used again and again.
+    """
 
     def __init__(
         self,
@@ -58,41 +67,75 @@ class HostPlacer(Placer):
         *,
         dtype: torch.dtype | None = None,
         targets: Mapping[int, torch.Tensor] | None = None,
+        batch_bytes: int = BATCH_BYTES,
     ) -> None:
+        self.batch_bytes = batch_bytes
         self._plans = plans
         self._tally = tally
         self._dtype = dtype
         self._targets = targets or {}
-        self._tensors: dict[int, tuple[torch.Tensor, memoryview]] = {}
+        self._tensors: dict[int, torch.Tensor] = {}
+        self._memory: dict[int, memoryview] = {}
+        """Of those that are as they are stored."""
+        self._buffers = Buffers()
 
     def begin(self, number: int) -> None:
-        plan, target = self._plans[number], self._targets.get(number)
-        if target is not None and is_same_memory(target, plan):
-            self._tensors[number] = target, bytes_of(target)
-        else:
-            self._tensors[number] = empty_tensor(plan.dtype, plan.shape)
+        plan, tensor = self._plans[number], self._targets.get(number)
+        if tensor is None:
+            tensor = empty_of(result_dtype(plan, self._dtype), plan.shape)
+        self._tensors[number] = tensor
+        if is_as_stored(tensor, plan):
+            self._memory[number] = bytes_of(tensor)
 
     def fill(self, batch: Batch, fill: Fill) -> None:
-        fill(self._where(batch))
-
-    def _where(self, batch: Batch) -> Iterable[Filled]:
-        for part in batch.parts:
-            memory, goes = self._tensors[part.tensor][1], part.fetch.goes
-            if not isinstance(goes, Pick):
-                memory = memory[goes : goes + part.fetch.length]
-            yield Filled(part.fetch, self._plans[part.tensor].dtype, memory)
+        rooms: list[tuple[Part, memoryview]] = []
+        try:
+            fill([self._where(part, rooms) for part in batch.parts])
+            for part, room in rooms:
+                self._put(part, room)
+        finally:
+            for _, room in rooms:
+                self._buffers.give(room)
 
     def finish(self, number: int) -> torch.Tensor:
-        tensor, _ = self._tensors.pop(number)
-        return settled(tensor, self._targets.get(number), self._dtype, self._tally)
+        self._memory.pop(number, None)
+        return self._tensors.pop(number)
 
     def close(self) -> None:
         self._tensors.clear()
+        self._memory.clear()
 
+    def _where(self, part: Part, rooms: list[tuple[Part, memoryview]]) -> Filled:
+        """Where a part goes: what has to be converted, into some room."""
+        fetch, dtype = part.fetch, self._plans[part.tensor].dtype
+        memory = self._memory.get(part.tensor)
+        if memory is not None:
+            if not isinstance(fetch.goes, Pick):
+                memory = memory[fetch.goes : fetch.goes + fetch.length]
+            return Filled(fetch, dtype, memory)
+        if isinstance(fetch.goes, Pick):
+            return Filled(fetch, dtype, memoryview(b""), partial(self._put_picked, part.tensor))
+        room = self._buffers.take(fetch.length)
+        rooms.append((part, room))
+        return Filled(fetch, dtype, room)
 
-def is_same_memory(target: torch.Tensor, plan: TensorPlan) -> bool:
-    """Whether a tensor takes the bytes of a plan as they are."""
-    return target.dtype == torch_dtype(plan.dtype) and target.is_contiguous()
+    def _put(self, part: Part, room: memoryview) -> None:
+        import torch
+
+        assert isinstance(part.fetch.goes, int)
+        source = torch.from_numpy(np.frombuffer(room, np.uint8))
+        dtype = self._plans[part.tensor].dtype
+        with self._tally.stage(self._stage(part.tensor), room.nbytes):
+            put_run(self._tensors[part.tensor], dtype, part.fetch.goes, source)
+
+    def _put_picked(self, number: int, pick: Pick, run: memoryview) -> None:
+        dtype = self._plans[number].dtype
+        picked_bytes = math.prod(pick.shape) * dtype.bits // 8
+        with self._tally.stage(self._stage(number), picked_bytes):
+            put_picked(self._tensors[number], dtype, pick, run)
+
+    def _stage(self, number: int) -> str:
+        return "place" if number in self._targets else "cast"
 
 
 def settled(
@@ -103,11 +146,11 @@ def settled(
         if target is not tensor:
             import torch
 
-            with tally.stage("place"), torch.no_grad():
+            with tally.stage("place", tensor.nbytes), torch.no_grad():
                 target.copy_(tensor)
         return target
     if dtype is not None and dtype != tensor.dtype and tensor.is_floating_point():
-        with tally.stage("cast"):
+        with tally.stage("cast", tensor.nbytes):
             return tensor.to(dtype)
     return tensor
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -38,7 +39,8 @@ class LoadReport:
     bytes: int
     """Of the tensors, as they are stored: before a cast."""
     read_bytes: int
-    """Raw bytes read for them; more than `bytes` where slices had to be picked out."""
+    """Raw bytes of the chunks read for them: more than `bytes` where some of a chunk is not wanted,
+    as at the ends of a slice and between its stripes."""
     stored_bytes: int
     """Bytes that came from the store, encoded as they lie there."""
     requests: int
@@ -46,6 +48,9 @@ class LoadReport:
     """All of it, from the ref to the last tensor."""
     stages: Mapping[str, float] = field(default_factory=dict)
     """Seconds by stage, and of those in OF_READ the sum over threads. Stages overlap."""
+    stage_bytes: Mapping[str, int] = field(default_factory=dict)
+    """Bytes by stage: of `fetch` as they are stored, of all others raw, as they are before a cast.
+    Stages that move none are left out."""
     read_paths: Mapping[str, int] = field(default_factory=dict)
     """Stored bytes by the way they came; through the service they come decoded."""
     datanodes: Mapping[str, int] = field(default_factory=dict)
@@ -70,6 +75,8 @@ class LoadReport:
     """Raw bytes that all ranks together read for it."""
     from_snapshot: bool = False
     """Whether the tensors were mapped from this node's snapshot, also one made for this load."""
+    cached_bytes: int = 0
+    """Of the tensors, those that this node had in a snapshot before."""
     resolved_s_ago: float | None = None
     """Offline: how old the answer is by which the ref was resolved."""
 
@@ -122,13 +129,15 @@ class Tally:
         self._lock = threading.Lock()
         self._read = ReadReport()
         self._stages: dict[str, float] = {}
+        self._stage_bytes: Counter[str] = Counter()
         self._inside: dict[str, tuple[int, float]] = {}
         self._tensors = self._bytes = self._by_service = 0
 
     @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
+    def stage(self, name: str, moved_bytes: int = 0) -> Iterator[None]:
         """Counts the time inside; once, however many threads are in it at the same time."""
         with self._lock:
+            self._stage_bytes[name] += moved_bytes
             threads, began = self._inside.get(name, (0, time.monotonic()))
             self._inside[name] = threads + 1, began
         try:
@@ -141,6 +150,11 @@ class Tally:
                 else:
                     took_s = time.monotonic() - began
                     self._stages[name] = self._stages.get(name, 0.0) + took_s
+
+    def moved(self, name: str, moved_bytes: int) -> None:
+        """Count bytes of a stage whose time is counted elsewhere."""
+        with self._lock:
+            self._stage_bytes[name] += moved_bytes
 
     def say(self, event: LoadEvent) -> None:
         """Tell the yard's hook of something."""
@@ -174,11 +188,25 @@ class Tally:
         with self._lock:
             return self._read.stored_bytes
 
+    @property
+    def bytes(self) -> int:
+        """Of the tensors handed over so far."""
+        with self._lock:
+            return self._bytes
+
     def delivered(self, names: int, raw_bytes: int) -> None:
         """A tensor, under so many names, was handed over."""
         with self._lock:
             self._tensors += names
             self._bytes += raw_bytes
+
+    def _moved(self) -> dict[str, int]:
+        """Bytes by stage, without those that moved none."""
+        read = self._read
+        moved = Counter(
+            fetch=read.stored_bytes, decode=read.decoded_bytes, snapshot=self._by_service
+        )
+        return dict(moved + self._stage_bytes)
 
     def report(self, version: Version, device: str, **more: Any) -> LoadReport:
         """What was done, which is logged and told. Once for each load."""
@@ -192,7 +220,7 @@ class Tally:
             device=device,
             tensors=self._tensors,
             bytes=self._bytes,
-            read_bytes=read.raw_bytes + self._by_service,
+            read_bytes=read.decoded_bytes + self._by_service,
             stored_bytes=read.stored_bytes,
             requests=read.requests,
             seconds=time.monotonic() - self.began,
@@ -202,6 +230,7 @@ class Tally:
                 "fetch": read.fetch_s,
                 "decode": read.decode_s,
             },
+            stage_bytes=self._moved(),
             read_paths=read_paths,
             datanodes=dict(read.by_datanode),
             hosts=dict(read.by_host),

@@ -6,16 +6,18 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from weightyard.format.block import aligned
+from weightyard.format.block import ALIGNMENT, aligned
 from weightyard.loader.batches import BATCH_BYTES, Batch, Part
-from weightyard.loader.budget import SLABS
+from weightyard.loader.budget import CONVERTED_BYTES, SLABS
+from weightyard.loader.converting import is_as_stored, put_run, result_dtype
 from weightyard.loader.filling import Filled
-from weightyard.loader.placing import Fill, Placer, is_same_memory, settled
+from weightyard.loader.placing import Fill, Placer
 from weightyard.loader.plan import TensorPlan
 from weightyard.loader.report import Tally
-from weightyard.loader.state import bytes_of, empty_tensor, torch_dtype
+from weightyard.loader.state import bytes_of, empty_tensor
 
 if TYPE_CHECKING:
     import torch
@@ -83,18 +85,28 @@ class RingPlacer(Placer):
         self._dtype = dtype
         self._targets = targets or {}
         self._tensors: dict[int, torch.Tensor] = {}
+        self._converted: set[int] = set()
         self._picked: dict[int, tuple[torch.Tensor, memoryview]] = {}
         self._free: queue.SimpleQueue[_Slab] = queue.SimpleQueue()
-        self.batch_bytes = min(slab_bytes, sum(aligned(plan.bytes) for plan in plans))
+        needed = sum(aligned(plan.bytes) for plan in plans)
+        self.batch_bytes = max(ALIGNMENT, min(slab_bytes, needed))
         for _ in range(slabs):
             self._free.put(_Slab(copies.slab(self.batch_bytes)))
+        self._scratch: torch.Tensor | None = None
+        """On the device, for bytes that are converted there; used again and again, in order."""
+        # Several threads queue work on the scratch memory: what belongs together stays so.
+        self._queueing = threading.Lock()
 
     def begin(self, number: int) -> None:
-        plan, target = self._plans[number], self._targets.get(number)
-        if target is None or not is_same_memory(target, plan):
-            target = self._copies.empty(plan.shape, torch_dtype(plan.dtype))
+        plan, tensor = self._plans[number], self._targets.get(number)
+        if tensor is None:
+            tensor = self._copies.empty(plan.shape, result_dtype(plan, self._dtype))
+        if not is_as_stored(tensor, plan):
+            self._converted.add(number)
+            if self._scratch is None and not plan.is_picked:
+                self._scratch = self._scratch_of(min(CONVERTED_BYTES, self.batch_bytes))
         self._copies.follow()
-        self._tensors[number] = target
+        self._tensors[number] = tensor
         if plan.is_picked:
             self._picked[number] = empty_tensor(plan.dtype, plan.shape)
 
@@ -113,12 +125,26 @@ class RingPlacer(Placer):
                     sent.append((part, room))
                     at += aligned(length)
             fill(where)
-            with self._tally.stage("place"):
+            with self._tally.stage("place", sum(len(room) for _, room in sent)):
                 for part, room in sent:
-                    goes, length = part.fetch.goes, part.fetch.length
-                    assert isinstance(goes, int)
-                    self._copies.copy(self.bytes_on_device(part.tensor, goes, length), room)
+                    self._send(part, room)
             slab.busy = self._copies.mark()
+
+    def _send(self, part: Part, room: torch.Tensor) -> None:
+        """Queue what becomes of bytes in a slab."""
+        goes, tensor = part.fetch.goes, self._tensors[part.tensor]
+        assert isinstance(goes, int)
+        if part.tensor not in self._converted:
+            self._copies.copy(self.bytes_on_device(part.tensor, goes, len(room)), room)
+            return
+        dtype, scratch = self._plans[part.tensor].dtype, self._scratch
+        assert scratch is not None
+        with self._queueing:
+            for begin in range(0, len(room), len(scratch)):
+                piece = room[begin : begin + len(scratch)]
+                there = scratch[: len(piece)]
+                self._copies.copy(there, piece)
+                self._copies.run(partial(put_run, tensor, dtype, goes + begin, there))
 
     def assembled(self, part: Part) -> Iterator[Filled]:
         """Where a part of a tensor goes that is put together on the host."""
@@ -134,15 +160,22 @@ class RingPlacer(Placer):
     def finish(self, number: int) -> torch.Tensor:
         tensor = self._tensors.pop(number)
         if number in self._picked:
-            tensor.copy_(self._picked.pop(number)[0])
+            with self._tally.stage("place", self._plans[number].bytes):
+                tensor.detach().copy_(self._picked.pop(number)[0])
         self._copies.hand_over()
-        return settled(tensor, self._targets.get(number), self._dtype, self._tally)
+        return tensor
 
     def close(self) -> None:
         # Memory given back earlier could be written to by a copy that is still queued.
         self._copies.finish()
         self._tensors.clear()
         self._picked.clear()
+        self._scratch = None
+
+    def _scratch_of(self, length: int) -> torch.Tensor:
+        import torch
+
+        return self._copies.empty((length,), torch.uint8)
 
     @contextmanager
     def _slab(self) -> Iterator[_Slab]:

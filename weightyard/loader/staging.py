@@ -6,6 +6,7 @@ base is checked by its fold where it lies, and what came of it by the name of it
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
+from weightyard.codec.arena import ARENA_BYTES
 from weightyard.errors import Damaged, TooLarge
 from weightyard.format.block import MIB, block_id
 from weightyard.format.manifest import BlockEntry
@@ -21,7 +23,7 @@ from weightyard.loader.batches import one_by_one
 from weightyard.loader.changes import Change, Content, Holds
 from weightyard.loader.filling import Filled, Read, fill
 from weightyard.loader.folding import fold_where_it_lies
-from weightyard.loader.plan import Pick
+from weightyard.loader.plan import PICK_BYTES, Pick
 from weightyard.loader.proving import read_proved
 from weightyard.loader.resident import Lying, Resident, raw_bytes
 from weightyard.loader.state import torch_dtype
@@ -29,10 +31,12 @@ from weightyard.loader.undecoded import Differences
 from weightyard.logs import Log
 from weightyard.names import BlockId
 from weightyard.records import Version
+from weightyard.settings import Settings
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import Placements
-from weightyard.transfer.plan import Wanted, standalone
+from weightyard.transfer.memory import SpareMemory
+from weightyard.transfer.plan import RUN_BYTES, Wanted, standalone
 from weightyard.transfer.reader import MAX_HOST_BYTES, Reader, ReadReport, ReadsBlocks
 from weightyard.transfer.report import OnEvent
 
@@ -42,7 +46,32 @@ if TYPE_CHECKING:
 _log = Log(__name__)
 
 WORKING_BYTES = 64 * MIB
-"""What reading needs besides the memory of what is read."""
+"""What reading needs besides the memory of what is read. No more is kept for the next version."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """How working memory is divided."""
+
+    reading_bytes: int = MAX_HOST_BYTES // 2
+    decoders: int | None = None
+    """The most threads that decode, each with scratch memory; None: one for each core."""
+    picked_bytes: int = 2 * PICK_BYTES
+    """Of runs out of which bytes are picked."""
+    proved_bytes: float = math.inf
+    """Of blocks that are read whole to prove some of their bytes."""
+
+    @classmethod
+    def within(cls, max_host_bytes: int | None) -> Shares:
+        """A quarter of WORKING_BYTES for each, where there is a bound."""
+        if max_host_bytes is None:
+            return cls()
+        each = WORKING_BYTES // 4
+        return cls(each, max(1, each // ARENA_BYTES), each, each)
+
+
+_PREPARED = 4
+"""Runs for which there is memory beforehand: about as many as are under way at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +147,9 @@ class Stage:
     max_host_bytes: int | None = None
     verify: Literal["fast", "full"] = "fast"
     on_event: OnEvent | None = None
+    settings: Settings | None = None
+    spare: SpareMemory = field(default_factory=SpareMemory)
+    """Working memory, for whatever is brought next."""
 
     def bring(
         self,
@@ -177,6 +209,7 @@ class _Bringing:
         self._lying = lying
         self._sizes = sizes
         self._cancel = cancel
+        self._shares = Shares.within(stage.max_host_bytes)
 
     def read_pieces(self, wanted: Sequence[Wanted]) -> None:
         whole = {one.block for one in wanted if self._is_whole(one)}
@@ -192,7 +225,7 @@ class _Bringing:
     def read_picked(self, blocks: Sequence[BlockEntry], staged: Sequence[StagedTensor]) -> None:
         """Tensors of which bytes are picked out of longer runs, some at a time."""
         plans = [one.change.plan for one in staged]
-        for batch in one_by_one(plans, WORKING_BYTES // 2):
+        for batch in one_by_one(plans, self._shares.picked_bytes):
             targets = []
             for part in batch.parts:
                 memory, goes = _view(staged[part.tensor].parts[0][1]), part.fetch.goes
@@ -203,16 +236,42 @@ class _Bringing:
 
     def _read_full(self, wanted: Sequence[Wanted]) -> ReadReport:
         read: Read = partial(self._read, self._stage.catalogue)
-        if self._stage.verify == "full":
-            return read_proved(read, self._sizes, wanted)
-        return read(wanted)
+        if self._stage.verify != "full":
+            return read(wanted)
+        report = ReadReport()
+        for some in self._provable(wanted):
+            report += read_proved(read, self._sizes, some)
+        return report
+
+    def _provable(self, wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+        """What is proved at a time: there must be room for blocks of which only some is wanted."""
+        some = [one for one in wanted if self._is_whole(one)]
+        seen: set[BlockId] = set()
+        room = self._shares.proved_bytes
+        for one in wanted:
+            if self._is_whole(one):
+                continue
+            if one.block not in seen:
+                if seen and self._sizes[one.block] > room:
+                    yield some
+                    some, seen, room = [], set(), self._shares.proved_bytes
+                seen.add(one.block)
+                room -= self._sizes[one.block]
+            some.append(one)
+        if some:
+            yield some
 
     def _read(self, placements: Placements, wanted: Sequence[Wanted]) -> ReadReport:
-        source = self._stage.source
+        stage, source = self._stage, self._stage.source
         if isinstance(source, Store):
-            budget = WORKING_BYTES if self._stage.max_host_bytes is not None else MAX_HOST_BYTES
             reader = Reader(
-                source, placements, max_host_bytes=budget // 2, on_event=self._stage.on_event
+                source,
+                placements,
+                settings=stage.settings,
+                max_host_bytes=self._shares.reading_bytes,
+                decoders=self._shares.decoders,
+                on_event=stage.on_event,
+                spare=stage.spare,
             )
             report = reader.read(wanted, cancel=self._cancel)
         else:
@@ -283,6 +342,12 @@ class _Bringing:
             if block_id(one.into) != one.block:  # the tensor was changed meanwhile
                 failed.append(one)
         return failed
+
+
+def prepare(spare: SpareMemory, max_host_bytes: int | None) -> None:
+    """Have working memory before there is anything to bring: touching fresh pages takes long."""
+    reading_bytes = Shares.within(max_host_bytes).reading_bytes
+    spare.prepare(_PREPARED, min(RUN_BYTES, reading_bytes // _PREPARED))
 
 
 def _memory(change: Change) -> Iterator[tuple[int, torch.Tensor]]:

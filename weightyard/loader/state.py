@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightyard.errors import Refused, Unsupported
-from weightyard.format.dtypes import DType, nbytes
+from weightyard.format.dtypes import DType
 from weightyard.format.splitting import StateTensor, split_state
 from weightyard.transfer.pages import fresh_memory
 from weightyard.transfer.source import MemorySource
@@ -101,15 +102,18 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 def empty_tensor(dtype: DType, shape: tuple[int, ...]) -> tuple[torch.Tensor, memoryview]:
     """A tensor on the host to be filled, and its bytes. Raises Unsupported."""
-    kind = torch_dtype(dtype)
+    tensor = empty_of(torch_dtype(dtype), shape)
+    return tensor, bytes_of(tensor)
+
+
+def empty_of(kind: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """A tensor on the host to be filled."""
     import torch
 
-    length = nbytes(dtype, shape)
+    length = math.prod(shape) * kind.itemsize
     if length < _LARGE_BYTES:
-        tensor = torch.empty(shape, dtype=kind)
-    else:
-        tensor = torch.from_numpy(fresh_memory(length)).view(kind).view(shape)
-    return tensor, bytes_of(tensor)
+        return torch.empty(shape, dtype=kind)
+    return torch.from_numpy(fresh_memory(length)).view(kind).view(shape)
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

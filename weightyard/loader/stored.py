@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import math
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as FutureTimeout
-from contextlib import AbstractContextManager
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, closing
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
-from weightyard.errors import Damaged, DeadlineExceeded
+from weightyard.errors import Damaged
 from weightyard.format.manifest import BlockEntry, Extent, FileEntry, Manifest
 from weightyard.format.pack import Placement
 from weightyard.loader.asked import Asked
 from weightyard.loader.batches import Batch, all_at_once, one_by_one
-from weightyard.loader.budget import READS_AT_ONCE
+from weightyard.loader.budget import Budget
 from weightyard.loader.changes import Piece
+from weightyard.loader.converting import converted, widening
 from weightyard.loader.decoding_ring import DecodingRing
+from weightyard.loader.delivering import deliver, wait_for
 from weightyard.loader.filling import Filled, Read, fill
 from weightyard.loader.leases import held
 from weightyard.loader.loaded import Loaded
@@ -39,7 +38,7 @@ from weightyard.storage.cancel import Cancel
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import Catalogue, Placements
 from weightyard.transfer.plan import GAP_BYTES, Wanted, wanted_of
-from weightyard.transfer.reader import MAX_HOST_BYTES, Reader, ReadReport
+from weightyard.transfer.reader import Reader, ReadReport
 
 if TYPE_CHECKING:
     import torch
@@ -95,28 +94,35 @@ class StoreOrigin(Origin):
         self, plans: Sequence[TensorPlan], asked: Asked, to: Destination
     ) -> Iterator[tuple[TensorPlan, torch.Tensor]]:
         placer = placer_for(plans, asked, to, self.tally)
+        beside = converted_for(plans, asked, to)
         ahead = asked.budget.ahead_bytes(to.ahead_bytes)
+        if to.ahead_bytes is not None and beside:
+            # What is ahead lies there as it will be, and what becomes that a while besides.
+            ahead = 3 * ahead // 4 // widening(plans, asked.torch_dtype)
         batch_bytes = min(asked.budget.batch_bytes(ahead), placer.batch_bytes)
-        # On the host a tensor lies where its bytes are received. Elsewhere, with a cast, and where
-        # whole blocks are wanted to prove some of their bytes, there is a copy, which is bounded.
-        is_straight = to.device.type == "cpu" and asked.dtype is None and asked.verify == "fast"
+        block_bytes = self.manifest.block_bytes
+        # On the host a tensor lies where its bytes are received. Elsewhere, and where whole blocks
+        # are wanted to prove some of their bytes, there is a copy, which is bounded.
+        is_straight = to.device.type == "cpu" and asked.verify == "fast"
         if is_straight and to.ahead_bytes is None:
-            batches = all_at_once(plans, batch_bytes)
+            batches = all_at_once(plans, batch_bytes, block_bytes, beside)
         else:
-            batches = one_by_one(plans, batch_bytes, self.manifest.block_bytes)
+            batches = one_by_one(plans, batch_bytes, block_bytes)
         return self.place_all(plans, asked, batches, placer, ahead)
 
     def reader(
         self,
         placements: Placements,
         gap_bytes: int = GAP_BYTES,
-        max_host_bytes: int = MAX_HOST_BYTES,
+        budget: Budget | None = None,
     ) -> Reader:
+        budget = budget or Budget()
         return Reader(
             self.store,
             placements,
             settings=self.settings,
-            max_host_bytes=max_host_bytes,
+            max_host_bytes=budget.reading_bytes,
+            decoders=budget.decoders,
             gap_bytes=gap_bytes,
             on_event=self.tally.say,
         )
@@ -140,28 +146,19 @@ class StoreOrigin(Origin):
     ) -> Iterator[tuple[TensorPlan, torch.Tensor]]:
         """Read batches, at most so many bytes ahead of the caller."""
         loading = _Loading(self, plans, asked, placer)
-        pool = ThreadPoolExecutor(READS_AT_ONCE, "weightyard-load")
-        running: deque[tuple[Batch, Future[None]]] = deque()
-        ahead = 0
-        upcoming = iter(batches)
-        batch = next(upcoming, None)
-        try:
-            while batch is not None or running:
-                while batch is not None and (not running or ahead + batch.bytes <= ahead_bytes):
-                    loading.begin(batch)
-                    running.append((batch, pool.submit(loading.fill_batch, batch)))
-                    ahead += batch.bytes
-                    batch = next(upcoming, None)
-                done, future = running.popleft()
-                loading.wait(future)
-                for number in done.done:
-                    self.tally.delivered(len(plans[number].names), plans[number].bytes)
-                    yield plans[number], self._noted(plans[number], placer.finish(number))
-                ahead -= done.bytes
-        finally:
-            loading.stop.cancel()
-            pool.shutdown(wait=True, cancel_futures=True)
-            placer.close()
+        placed = deliver(
+            batches,
+            placer,
+            loading.fill_batch,
+            ahead_bytes=ahead_bytes,
+            deadline=asked.deadline,
+            stop=loading.stop.cancel,
+        )
+        with closing(placed):
+            for number, tensor in placed:
+                self.tally.delivered(len(plans[number].names), plans[number].bytes)
+                yield plans[number], self._noted(plans[number], tensor)
+                del tensor  # from here on only the caller has it
 
     def _noted(self, plan: TensorPlan, tensor: torch.Tensor) -> torch.Tensor:
         if self._on_loaded is not None:
@@ -169,16 +166,19 @@ class StoreOrigin(Origin):
         return tensor
 
 
-def placer_for(plans: Sequence[TensorPlan], asked: Asked, to: Destination, tally: Tally) -> Placer:
-    """What makes tensors where they are to be."""
-    dtype = asked.torch_dtype
-    targets = {
-        number: to.targets[plan.name]
-        for number, plan in enumerate(plans)
-        if plan.name in to.targets
-    }
+def placer_for(
+    plans: Sequence[TensorPlan],
+    asked: Asked,
+    to: Destination,
+    tally: Tally,
+    *,
+    by_group: bool = False,
+) -> Placer:
+    """What makes tensors where they are to be. `by_group`: as of `Budget.slab_bytes`."""
+    dtype, targets = asked.torch_dtype, _targets(plans, to)
     if to.device.type == "cpu":
-        return HostPlacer(plans, tally, dtype=dtype, targets=targets)
+        batch_bytes = asked.budget.batch_bytes(asked.budget.ahead_bytes())
+        return HostPlacer(plans, tally, dtype=dtype, targets=targets, batch_bytes=batch_bytes)
     ring = DecodingRing if asked.device_decode else RingPlacer
     return ring(
         plans,
@@ -186,8 +186,21 @@ def placer_for(plans: Sequence[TensorPlan], asked: Asked, to: Destination, tally
         AcceleratorCopies(to.device),
         dtype=dtype,
         targets=targets,
-        slab_bytes=asked.budget.slab_bytes(device_decode=asked.device_decode),
+        slab_bytes=asked.budget.slab_bytes(device_decode=asked.device_decode, by_group=by_group),
     )
+
+
+def converted_for(plans: Sequence[TensorPlan], asked: Asked, to: Destination) -> frozenset[int]:
+    """The numbers of the tensors that are not as they are stored. Raises Unsupported."""
+    return converted(plans, asked.torch_dtype, _targets(plans, to))
+
+
+def _targets(plans: Sequence[TensorPlan], to: Destination) -> dict[int, torch.Tensor]:
+    return {
+        number: to.targets[plan.name]
+        for number, plan in enumerate(plans)
+        if plan.name in to.targets
+    }
 
 
 class Reading:
@@ -209,11 +222,10 @@ class Reading:
         self._sizes = {block.id: block.raw_bytes for block in blocks}
         with origin.tally.stage("plan"):
             placements = Foreseen(origin.catalogue, list(self._sizes))
-        host_bytes = asked.budget.reading_bytes
-        self._reader = origin.reader(placements, gap_bytes, host_bytes)
+        self._reader = origin.reader(placements, gap_bytes, asked.budget)
         self._deltas = only_deltas(placements.known) if asked.device_decode else {}
         self._reader_of_differences = origin.reader(
-            Differences(self._deltas), gap_bytes, host_bytes
+            Differences(self._deltas), gap_bytes, asked.budget
         )
 
     @property
@@ -260,11 +272,7 @@ class Reading:
 
     def wait(self, future: Future[_T]) -> _T:
         """What a thread that reads comes to. Raises what it raises, DeadlineExceeded."""
-        left_s = self._asked.deadline.left("loading")
-        try:
-            return future.result(None if math.isinf(left_s) else left_s)
-        except FutureTimeout:
-            raise DeadlineExceeded("no time left while loading") from None
+        return wait_for(future, self._asked.deadline)
 
     def _read(
         self, wanted: Sequence[Wanted], reader: Reader | None = None, *, are_bases: bool = False
@@ -277,7 +285,7 @@ class Reading:
             cancel=self.stop,
         )
         if are_bases:
-            report.raw_bytes = 0  # of the tensors they hold nothing
+            report.raw_bytes = report.decoded_bytes = 0  # of the tensors they hold nothing
         self._origin.tally.read(report)
         return report
 
@@ -291,14 +299,6 @@ class _Loading(Reading):
         fetches = (fetch for plan in plans for fetch in plan.fetches)
         super().__init__(origin, asked, (extent for one in fetches for extent in one.extents))
         self._placer = placer
-        self._begun: set[int] = set()
-
-    def begin(self, batch: Batch) -> None:
-        """Memory for the tensors of which a batch has the first part, or that have none."""
-        for number in (*(part.tensor for part in batch.parts), *batch.done):
-            if number not in self._begun:
-                self._begun.add(number)
-                self._placer.begin(number)
 
     def fill_batch(self, batch: Batch) -> None:
         if not batch.parts:
