@@ -6,7 +6,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from hashlib import blake2s
@@ -17,8 +18,13 @@ import torch
 import torch.distributed as dist
 from ending import end_with_parent
 from trainer_world import Outcome, World, attempt
-from training import Trained, train
+from training import HIDDEN, Trained, train
+from typing_extensions import Buffer
+from waiting import eventually
 
+from weightyard.format.block import MIB
+from weightyard.format.pack import PACK_HEADER
+from weightyard.storage.store import FileOptions, Stage, StagedFile, Store, StorePath
 from weightyard.testing.faults import FaultyStore
 from weightyard.trainer.run import TrainRun
 from weightyard.trainer.staging import Staging
@@ -35,15 +41,37 @@ class Kill:
     """Whom to kill, and when."""
 
     point: str
-    """`staging`: half the state is copied. `writing`: a pack is begun. `upload`: it is written, but
-    not published. `finished`: this rank has written everything. `commit`: before it; `committed`:
-    after it."""
+    """`staging`: half the state is copied. `writing`: a pack is begun. `midway`: half of its first
+    block is written. `upload`: all of it is, but not published. `finished`: this rank has written
+    everything. `commit`: before it; `committed`: after it."""
     rank: int
     step: int = 2 * INTERVAL
     pid: int | None = None
     """Another process, instead of the rank itself."""
+    datanode: str | None = None
+    """The folder of one that must have got bytes of the pack before."""
 
-    def strike(self) -> None:
+    def arriving(self) -> dict[Path, int]:
+        """What the DataNode is being sent, and how much of it is there: it lies apart until then.
+
+        What writers that were killed before did not send to the end is there for a long time.
+        """
+        if self.datanode is None:
+            return {}
+        sizes = {}
+        for file in Path(self.datanode).glob("*/current/*/current/rbw/blk_*"):
+            with suppress(FileNotFoundError):
+                sizes[file] = file.stat().st_size
+        return sizes
+
+    def strike(self, arrived: Collection[Path] = ()) -> None:
+        """`arrived`: what the DataNode was being sent before."""
+        if self.datanode is not None:
+            eventually(
+                lambda: any(
+                    size > MIB // 4 for file, size in self.arriving().items() if file not in arrived
+                )
+            )
         os.kill(self.pid or os.getpid(), signal.SIGKILL)
 
 
@@ -53,6 +81,7 @@ class Killing:
     def __init__(self, kill: Kill | None, rank: int) -> None:
         self._kill = kill if kill is not None and kill.rank == rank else None
         self._step = kill.step if kill is not None else None
+        self._arrived: Collection[Path] = ()
         self._is_armed = False
 
     def on_step(self, step: int, run: TrainRun) -> None:
@@ -60,16 +89,17 @@ class Killing:
             # So that it is this step's save, and neither the one before nor its records.
             run._saver.wait()
             assert run._yard._settling.wait()
+            self._arrived = self._kill.arriving() if self._kill is not None else ()
             self._is_armed = True
 
     def at(self, point: str) -> None:
         if self._is_armed and self._kill is not None and self._kill.point == point:
             self._is_armed = False
-            self._kill.strike()
+            self._kill.strike(self._arrived)
 
     def yard(self, opened: Yard) -> Yard:
         """The same yard, watched."""
-        store = FaultyStore(opened.store, on_call=self._on_store)
+        store = _Midway(opened.store, self.at, self._on_store)
         catalogue: Any = _Catalogue(opened.catalogue, self.at)
         return Yard(store, catalogue, block_bytes=opened.block_bytes)
 
@@ -87,6 +117,38 @@ class Killing:
     def _on_store(self, index: int, name: str) -> None:
         if point := {"write": "writing", "publish": "upload"}.get(name):
             self.at(point)
+
+
+class _Midway(FaultyStore):
+    """Writes whatever is longer than a header in two halves, and says when the first is written."""
+
+    def __init__(
+        self, store: Store, at: Callable[[str], None], on_call: Callable[[int, str], None]
+    ) -> None:
+        super().__init__(store, on_call=on_call)
+        self._at = at
+
+    def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
+        return _Halves(super().stage(path, options), self._at)
+
+
+class _Halves(Stage):
+    def __init__(self, stage: Stage, at: Callable[[str], None]) -> None:
+        self._stage, self._at = stage, at
+
+    def write(self, data: Buffer) -> None:
+        view = memoryview(data).cast("B")
+        half = view.nbytes // 2
+        self._stage.write(view[:half])
+        if half > len(PACK_HEADER):
+            self._at("midway")
+        self._stage.write(view[half:])
+
+    def close(self) -> StagedFile:
+        return self._stage.close()
+
+    def abort(self) -> None:
+        self._stage.abort()
 
 
 class _Watched:
@@ -129,8 +191,11 @@ def recorded(world: World, rank: int) -> dict[int, Any]:
     return {step: (loss, samples) for step, loss, samples in map(json.loads, lines)}
 
 
-def job(world: World, rank: int, kill: Kill | None = None, until: int = UNTIL) -> Outcome:
+def job(
+    world: World, rank: int, kill: Kill | None = None, until: int = UNTIL, hidden: int = HIDDEN
+) -> Outcome:
     """Train to the end, or to the kill."""
+    torch.use_deterministic_algorithms(True)
     killing = Killing(kill, rank)
     killing.staging()
     with world.yard(rank) as opened:
@@ -140,6 +205,7 @@ def job(world: World, rank: int, kill: Kill | None = None, until: int = UNTIL) -
             return train(
                 yard,
                 until,
+                hidden=hidden,
                 interval=INTERVAL,
                 async_mode="async",
                 on_step=killing.on_step,

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from killed import digest
+from training import as_bytes
 
 from weightyard.opening import open_yard
 from weightyard.yard import Yard
@@ -21,6 +23,22 @@ EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 LIMIT_S = 240
 
 pytestmark = pytest.mark.timeout(4 * LIMIT_S)
+
+
+SERVING = f"""
+import hashlib, sys
+sys.path.insert(0, {str(EXAMPLES)!r})
+import transformer
+
+def spell(model, beginning, spell=transformer.spell):
+    state = model.state_dict()
+    weights = b"".join(state[name].numpy().tobytes() for name in sorted(state))
+    return spell(model, beginning) + hashlib.blake2s(weights).hexdigest()
+
+transformer.spell = spell
+transformer.main()
+"""
+"""The server of the example, which says with each answer by which weights it is."""
 
 
 def started(yard: Path, script: str, *arguments: str, ranks: int = 0) -> list[str]:
@@ -109,16 +127,23 @@ def test_a_transformer_of_four_workers_goes_on_with_two_while_another_process_se
     folder = tmp_path / "yard"
     first = losses(run(folder, "transformer.py", "train", "--steps=10", "--interval=5", ranks=4))
     assert list(first) == [5, 10]
-    with running(folder, "transformer.py", "serve", "--versions=2") as server:
+    serving = tmp_path / "serving.py"
+    serving.write_text(SERVING)
+    said = []
+    with running(folder, str(serving), "serve", "--versions=2") as server:
         assert server.stdout is not None
-        assert server.stdout.readline().startswith("example/speller-serving@v1: 'A block is ")
+        said.append(server.stdout.readline())
         after = losses(
             run(folder, "transformer.py", "train", "--steps=15", "--interval=5", ranks=2)
         )
         assert list(after) == [15]
-        assert server.stdout.readline().startswith("example/speller-serving@v2: 'A block is ")
+        said.append(server.stdout.readline())
         assert server.wait(LIMIT_S) == 0
     with open_yard(str(folder)) as yard:
+        for version, answer in enumerate(said, 1):
+            ref = f"example/speller-serving@v{version}"
+            assert answer.startswith(f"{ref}: 'A block is ")
+            assert answer.endswith(f"{digest(as_bytes(yard.load(ref)))}'\n")
         tensor = "model.layers.0.linear1.weight"
         assert boxes_of(yard, "example/speller@step-10", tensor) == 4
         assert boxes_of(yard, "example/speller@step-15", tensor) == 2

@@ -16,6 +16,7 @@ from killed import INTERVAL, LIMIT_S, UNTIL, Kill, digest, job, recorded
 from trainer_world import World, run_ranks
 from training import RUN, SAMPLES, Trained
 
+from weightyard.format.block import MIB
 from weightyard.testing.cluster import MiniCluster
 
 RANKS = 2
@@ -48,6 +49,8 @@ def assert_as_if_nothing_had_happened(
 KILLS = [
     (Kill("staging", 1), INTERVAL),
     (Kill("staging", 0), INTERVAL),
+    (Kill("midway", 1), INTERVAL),
+    (Kill("midway", 0), INTERVAL),
     (Kill("upload", 1), INTERVAL),
     (Kill("upload", 0), INTERVAL),
     (Kill("finished", 1), INTERVAL),
@@ -65,6 +68,8 @@ def test_a_rank_that_is_killed_costs_nothing_but_the_steps_since_the_last_commit
     world = World(tmp_path, str(tmp_path / "store"))
     left = run_ranks(world, partial(job, kill=kill), size=RANKS, dead=[kill.rank])
     assert all(one.error for one in left.values())
+    if kill.point == "midway":
+        assert any(one.stat().st_size > MIB // 50 for one in tmp_path.glob("store/staging/*/*"))
     with world.yard(99) as yard:
         assert [one.step for one in yard.versions(RUN)] == list(range(resumed, 0, -INTERVAL))
     came = run_ranks(world, job, size=RANKS)
@@ -106,23 +111,52 @@ def test_torchrun_restarts_a_job_and_it_goes_on(
     assert_as_if_nothing_had_happened(world, whole, weights)
 
 
+FLOWING = 60_000
+"""Hidden numbers, so that a pack has some MiB, of which some are on their way."""
+
+
+@pytest.fixture(scope="module")
+def large_whole(tmp_path_factory: pytest.TempPathFactory) -> Mapping[int, Trained]:
+    """The job with a larger state, if nobody is killed."""
+    folder = tmp_path_factory.mktemp("whole")
+    world = World(folder, str(folder / "store"))
+    came = run_ranks(world, partial(job, hidden=FLOWING), size=RANKS)
+    return {rank: one.value for rank, one in came.items()}
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(420)  # a DataNode may take two minutes to be back
+@pytest.mark.parametrize("point", [pytest.param("writing", marks=pytest.mark.long), "midway"])
 def test_a_datanode_that_is_killed_during_a_save_costs_nothing(
-    tmp_path: Path, whole: Mapping[int, Trained], cluster: MiniCluster
+    tmp_path: Path, large_whole: Mapping[int, Trained], cluster: MiniCluster, point: str
 ) -> None:
     world = World(tmp_path, cluster.fresh_dir(), {"hadoop_conf_dir": cluster.conf_dir})
     victim = cluster.datanodes[0]
-    kill = Kill("writing", 0, pid=victim.identity.pid)
+    seen = str(victim.folder) if point == "midway" else None
+    kill = Kill(point, 0, pid=victim.identity.pid, datanode=seen)
     try:
-        came = run_ranks(world, partial(job, kill=kill, until=7), size=RANKS)
+        came = run_ranks(world, partial(job, kill=kill, until=7, hidden=FLOWING), size=RANKS)
         assert [one.error for one in came.values()] == ["", ""]
         with world.yard(99) as yard:
             assert [one.step for one in yard.versions(RUN)] == [6, 3]
         assert not victim.is_running
-        came = run_ranks(world, job, size=RANKS)
+        came = run_ranks(world, partial(job, hidden=FLOWING), size=RANKS)
     finally:
         cluster.restart(victim)
     assert {one.value.resumed for one in came.values()} == {6}
     weights = {rank: digest(one.value.weights) for rank, one in came.items()}
-    assert_as_if_nothing_had_happened(world, whole, weights)
+    assert_as_if_nothing_had_happened(world, large_whole, weights)
+
+
+@pytest.mark.cluster
+def test_a_rank_that_is_killed_while_hdfs_takes_its_pack_costs_nothing(
+    tmp_path: Path, large_whole: Mapping[int, Trained], cluster: MiniCluster
+) -> None:
+    world = World(tmp_path, cluster.fresh_dir(), {"hadoop_conf_dir": cluster.conf_dir})
+    kill = Kill("midway", 1, datanode=str(cluster.datanodes[0].folder))
+    left = run_ranks(world, partial(job, kill=kill, hidden=FLOWING), size=RANKS, dead=[1])
+    assert left[0].error
+    came = run_ranks(world, partial(job, hidden=FLOWING), size=RANKS)
+    assert {one.value.resumed for one in came.values()} == {INTERVAL}
+    weights = {rank: digest(one.value.weights) for rank, one in came.items()}
+    assert_as_if_nothing_had_happened(world, large_whole, weights)

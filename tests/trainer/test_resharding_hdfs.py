@@ -18,6 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from rank_world import World, run_ranks
 from reading_world import RUN, is_same, noise, opened, rows, save
+from test_yard_writer_hdfs import counted_by
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from waiting import SOON_S
@@ -103,10 +104,10 @@ def load(world: World, rank: int) -> Came:
     )
 
 
-def world_on(cluster: MiniCluster, folder: Path) -> World:
+def world_on(cluster: MiniCluster, folder: Path, pack_bytes: int = 2 * MIB) -> World:
     world = World(folder, cluster.fresh_dir(), {"hadoop_conf_dir": cluster.conf_dir})
     with opened(world) as yard:
-        save(yard, 1, TENSORS, State({"epoch": 3}), compress=False, pack_bytes=2 * MIB)
+        save(yard, 1, TENSORS, State({"epoch": 3}), compress=False, pack_bytes=pack_bytes)
         for pack in packs_in(yard):
             path = layout.pack(pack)
             # A rack whose only replica is not counted yet has nothing near.
@@ -130,6 +131,23 @@ def test_ranks_read_one_copy_from_datanodes_near_them(cluster: MiniCluster, tmp_
     assert all(one.stored_bytes <= 1.05 * one.needed_bytes for one in came.values())
     assert {path for one in came.values() for path in one.paths} == {"direct"}
     assert {far for one in came.values() for far in one.distances} <= {"same-rack", "same-host"}
+
+
+def test_a_rank_more_does_not_ask_the_namenode_for_each_file_again(
+    cluster: MiniCluster, tmp_path: Path
+) -> None:
+    if not isinstance(cluster, MiniCluster):
+        pytest.skip("others ask this NameNode, too")
+    world = world_on(cluster, tmp_path, pack_bytes=5 * MIB // 4)
+    packs = len(packs_of(world))
+    asked = []
+    for ranks in (1, 2):
+        before = counted_by(cluster)
+        run_ranks(world, load, size=ranks)
+        asked.append(sum(counted_by(cluster).since(before).calls.values()))
+    assert packs == 16
+    assert packs < asked[0] <= asked[1]
+    assert asked[1] - asked[0] < packs // 2  # to open the yard it asks five times
 
 
 @pytest.mark.long

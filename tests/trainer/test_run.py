@@ -493,7 +493,8 @@ def test_a_checkpoint_that_holds_no_run_is_refused(yard: Yard) -> None:
     from weightyard.trainer.writer import YardWriter
 
     with TrainRun(yard, RUN, {"extra": Counter()}) as run:
-        with YardWriter(yard, RUN) as writer, quiet_alone():
+        quiet_alone()
+        with YardWriter(yard, RUN) as writer:
             items = {"step": "many", "extra": ({"state": 1}, [])}
             dcp.save(items, checkpoint_id=3, storage_writer=writer, no_dist=True)
         with pytest.raises(Damaged, match="its step is 'many'"):

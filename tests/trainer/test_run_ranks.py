@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,19 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from trainer_world import Outcome, World, attempt, run_ranks
@@ -87,30 +98,52 @@ def test_ranks_resume_bit_for_bit_and_no_sample_is_lost_or_repeated(world: World
     assert max(map(seen.count, seen)) == 2
 
 
-def compressed(world: World, rank: int) -> tuple[Any, Any]:
-    """PowerSGD interrupted, and never interrupted."""
+def power_sgd(net: DistributedDataParallel) -> Any:
+    hook = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+    net.register_comm_hook(hook, powerSGD_hook)
+    return hook
 
-    def steps(yard: Yard, until: int) -> dict[int, float]:
+
+def local_sgd(net: DistributedDataParallel) -> Any:
+    """After six steps the ranks go on each for itself."""
+    hook = PostLocalSGDState(
+        None, dist.group.WORLD, start_localSGD_iter=6, post_local_gradient_allreduce=False
+    )
+    net.register_comm_hook(hook, post_localSGD_hook)
+    return hook
+
+
+def hooked(
+    world: World, rank: int, hook_of: Callable[[DistributedDataParallel], Any]
+) -> tuple[Trained, Trained]:
+    """A hook that was interrupted, and one that never was."""
+
+    def steps(yard: Yard, until: int) -> Trained:
         made = setting()
-        hook = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
         assert isinstance(made.net, DistributedDataParallel)
-        made.net.register_comm_hook(hook, powerSGD_hook)
-        losses = {}
+        hook = hook_of(made.net)
         with TrainRun(yard, RUN, {**made.state, "hook": hook}, interval=4) as run:
-            run.resume()
+            trained = Trained(run.resume())
             for loss, _ in steps_of(made, run, until):
-                losses[run.steps + 1] = loss
-        return losses
+                trained.losses[run.steps + 1] = loss
+        trained.weights.update(as_bytes(made.net.state_dict()))
+        return trained
 
     with elsewhere(world).yard(rank) as yard:
         whole = steps(yard, 7)
     with world.yard(rank) as yard:
-        return {**steps(yard, 5), **steps(yard, 7)}, whole
+        steps(yard, 5)
+        return steps(yard, 7), whole
 
 
-def test_what_a_hook_did_not_send_yet_is_sent_after_a_resume(world: World) -> None:
-    for resumed, whole in run_ranks(world, compressed, size=2).values():
-        assert resumed == whole
+@pytest.mark.parametrize("hook_of", [power_sgd, local_sgd])
+def test_a_hook_goes_on_after_a_resume_as_if_it_had_not_been_interrupted(
+    world: World, hook_of: Callable[[DistributedDataParallel], Any]
+) -> None:
+    for resumed, whole in run_ranks(world, partial(hooked, hook_of=hook_of), size=2).values():
+        assert resumed.resumed == 4
+        assert resumed.losses == {step: whole.losses[step] for step in range(5, 8)}
+        assert resumed.weights == whole.weights
 
 
 def saved_by_two(world: World, rank: int) -> Trained:
@@ -150,27 +183,39 @@ def test_on_another_number_of_ranks_numbers_are_derived_and_samples_go_on(world:
     assert len(set(seen)) == len(seen)
 
 
+def laid_out(net: nn.Sequential, how: str) -> nn.Module:
+    if how == "ddp":
+        return DistributedDataParallel(net)
+    if how == "tensor parallel":
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        return parallelize_module(net, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+    for layer in net:
+        fully_shard(layer)
+    return fully_shard(net)
+
+
 Sharded = tuple[int | None, dict[str, bytes], dict[str, bytes]]
 
 
-def sharded(world: World, rank: int) -> Sharded:
-    """A sharded module and its optimizer's moments after a resume, and one step later."""
+def sharded(world: World, rank: int, how: str) -> Sharded:
+    """A module and its optimizer's moments, whole: after a resume, and one step later."""
     torch.manual_seed(3)
-    net = nn.Sequential(nn.Linear(30, 50), nn.Linear(50, 7))
-    for layer in net:
-        fully_shard(layer)
-    fully_shard(net)
+    net = laid_out(nn.Sequential(nn.Linear(30, 48), nn.Linear(48, 7)), how)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, foreach=False)
 
     def whole() -> dict[str, bytes]:
         state = {
-            f"{name}.{key}": one.full_tensor()
+            f"{name}.{key}": one
             for name, parameter in net.named_parameters()
             for key, one in optimizer.state[parameter].items()
-            if isinstance(one, DTensor)
+            if key != "step"
         }
+        every = {**state, **net.state_dict()}
         return as_bytes(
-            {**state, **{name: one.full_tensor() for name, one in net.state_dict().items()}}
+            {
+                name: one.full_tensor() if isinstance(one, DTensor) else one
+                for name, one in every.items()
+            }
         )
 
     state = {"model": net, "optim": optimizer}
@@ -183,12 +228,17 @@ def sharded(world: World, rank: int) -> Sharded:
         return resumed, after_resume, whole()
 
 
-def test_sharded_modules_and_optimizers_go_on_with_other_shards(world: World) -> None:
-    saved = run_ranks(world, sharded, size=2)[0][2]
-    assert len(saved) == 4 + 2 * 4
-    for resumed, state, _ in run_ranks(world, sharded, size=3).values():
-        assert resumed == 1
-        assert state == saved
+def test_a_run_goes_on_with_other_shards_and_in_another_layout(world: World) -> None:
+    saved: dict[str, bytes] = {}
+    layouts = [("fsdp2", 2), ("fsdp2", 3), ("ddp", 2), ("tensor parallel", 3), ("fsdp2", 2)]
+    for number, (how, size) in enumerate(layouts):
+        came = run_ranks(world, partial(sharded, how=how), size=size)
+        for resumed, state, later in came.values():
+            assert resumed == (number or None)
+            assert not number or state == saved
+            assert later == came[0][2] != saved
+        saved = came[0][2]
+        assert len(saved) == 4 + 2 * 4
 
 
 def refused_on_one(world: World, rank: int) -> Outcome:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from weightyard.errors import BadSetting, StoreUnavailable
 from weightyard.opening import open_yard
 from weightyard.settings import Settings
 from weightyard.trainer.job import Job
-from weightyard.trainer.saving import Leaving, Save, Saver, Schedule
+from weightyard.trainer.saving import Leaving, Save, Saver, Schedule, quiet_alone
 from weightyard.trainer.writer import YardWriter
 from weightyard.yard import Yard
 
@@ -170,3 +171,13 @@ def test_closing_ends_the_save_under_way_and_raises_what_it_failed_of(
     with pytest.raises(StoreUnavailable, match="gone"):
         saver.close()
     assert not committed
+
+
+def test_torchs_warning_to_a_process_alone_is_silenced_by_one_filter_for_good() -> None:
+    with warnings.catch_warnings():
+        quiet_alone()
+        filters = list(warnings.filters)
+        quiet_alone()
+        assert warnings.filters == filters
+        warnings.simplefilter("error", append=True)
+        warnings.warn("torch.distributed is disabled, unavailable or …", stacklevel=1)

@@ -14,14 +14,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from reading_world import dcp_load
 from sqlalchemy import select
 from trainer_world import RUN, Outcome, World, attempt, run_ranks
+from training import as_bytes, setting, steps_of
 
 from weightyard.errors import RunTakenOver, StoreUnavailable, Unsupported
 from weightyard.names import ModelName
 from weightyard.registry import schema
 from weightyard.registry.schema import UploadState
 from weightyard.testing.faults import FaultyStore
+from weightyard.trainer.reader import YardReader
+from weightyard.trainer.run import TrainRun
 from weightyard.trainer.writer import YardWriter
 from weightyard.yard import Yard
 
@@ -227,11 +231,50 @@ def test_a_writer_that_would_leave_its_process_says_what_to_use(yard: Yard) -> N
         copy.copy(writer)
 
 
-def test_nothing_is_pickled(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise AssertionError("torch.save pickles")
+def refuse_pickles(patched: pytest.MonkeyPatch) -> None:
+    """From now on whoever pickles or unpickles, by whatever name, fails."""
 
-    monkeypatch.setattr(torch, "save", refuse)
+    def refuse(*args: object, **options: object) -> None:
+        raise AssertionError("this is a pickle")
+
+    for module in ("pickle", "_pickle", "torch.serialization.pickle"):
+        for name in ("dump", "dumps", "load", "loads", "Pickler", "Unpickler"):
+            patched.setattr(f"{module}.{name}", refuse)
+    for name in ("_Pickler", "_Unpickler"):
+        patched.setattr(f"pickle.{name}", refuse)
+    for name in ("save", "load"):
+        patched.setattr(torch, name, refuse)
+
+
+def test_nothing_is_pickled_or_unpickled(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, fresh = setting(), setting()
+    refuse_pickles(monkeypatch)
     with YardWriter(yard, RUN) as writer:
-        save(writer, 1, {"w": torch.zeros(9), "sched": {"lr": 0.5}})
-    assert yard.resolve(RUN).step == 1
+        save(writer, 1, {"w": torch.ones(9), "sched": {"lr": 0.5}})
+    state = {"w": torch.zeros(9), "sched": {"lr": 0.0}}
+    dcp_load(state, YardReader(yard, f"{RUN}@step-1"))
+    assert state["w"].sum() == 9
+    assert state["sched"] == {"lr": 0.5}
+    with TrainRun(yard, "team/whole", made.state, interval=1, async_mode="async") as run:
+        for _ in steps_of(made, run, 2):
+            pass
+        run.publish("team/bert")
+    with TrainRun(yard, "team/whole", fresh.state) as run:
+        assert run.resume() == 2
+    assert as_bytes(fresh.net.state_dict()) == as_bytes(made.net.state_dict())
+    assert as_bytes(yard.load("team/bert")) == as_bytes(made.net.state_dict())
+
+
+class Away:
+    """A yard behind a service, whose store this host does not reach."""
+
+    @property
+    def store(self) -> Any:
+        raise StoreUnavailable("hdfs://nn/yard cannot be used from here (no route)")
+
+
+def test_who_does_not_reach_the_store_is_told_what_to_do() -> None:
+    with pytest.raises(
+        StoreUnavailable, match=r"no route.*each rank writes .* Run where the store"
+    ):
+        YardWriter(Away(), RUN)  # type: ignore[arg-type]

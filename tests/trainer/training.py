@@ -20,6 +20,7 @@ from weightyard.yard import Yard
 
 RUN = "team/run42"
 SAMPLES = 36
+HIDDEN = 1200
 _WIDTH = 16
 
 
@@ -37,12 +38,12 @@ class Numbered(Dataset[tuple[int, torch.Tensor]]):
 class Net(nn.Module):
     """Draws random numbers of all three kinds in each step."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = HIDDEN) -> None:
         super().__init__()
         torch.manual_seed(7)
-        self.wide = nn.Linear(_WIDTH, 1200)
+        self.wide = nn.Linear(_WIDTH, hidden)
         self.drop = nn.Dropout(0.3)
-        self.out = nn.Linear(1200, 4)
+        self.out = nn.Linear(hidden, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x + 0.1 * random.random() + 0.1 * float(np.random.random())  # noqa: TID251
@@ -91,9 +92,9 @@ class Setting:
         }
 
 
-def setting(batch: int = 2) -> Setting:
+def setting(batch: int = 2, hidden: int = HIDDEN) -> Setting:
     """The same whenever it is made, but for what each rank draws."""
-    net: nn.Module = Net()
+    net: nn.Module = Net(hidden)
     if dist.is_initialized():
         net = DistributedDataParallel(net)
     rank = dist.get_rank() if dist.is_initialized() else 0
@@ -128,12 +129,13 @@ def train(
     yard: Yard,
     until: int,
     *,
+    hidden: int = HIDDEN,
     on_step: Callable[[int, TrainRun], None] = lambda step, run: None,
     on_result: Callable[[int, float, list[int]], None] = lambda step, loss, samples: None,
     **options: Any,
 ) -> Trained:
     """Resume, and train to a step."""
-    made = setting()
+    made = setting(hidden=hidden)
     with TrainRun(yard, RUN, made.state, **options) as run:
         trained = Trained(run.resume())
         for loss, numbers in steps_of(made, run, until):

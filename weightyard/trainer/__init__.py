@@ -3,9 +3,10 @@
 The adapters for Lightning and Hugging Face are modules of their own: they need those libraries.
 """
 
+from weightyard.records import KeepBest
 from weightyard.trainer.reader import YardReader
 from weightyard.trainer.run import TrainRun
 from weightyard.trainer.sampler import GlobalOffsetSampler
 from weightyard.trainer.writer import YardWriter
 
-__all__ = ["GlobalOffsetSampler", "TrainRun", "YardReader", "YardWriter"]
+__all__ = ["GlobalOffsetSampler", "KeepBest", "TrainRun", "YardReader", "YardWriter"]

@@ -7,11 +7,12 @@ resumed without that would train on.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState
 from torch.nn.parallel import DistributedDataParallel
@@ -44,6 +45,27 @@ _UNSENT = "error_dict"
 def is_hook(value: object) -> bool:
     """Whether this is the state of a hook that remembers."""
     return type(value) in _REMEMBERED
+
+
+def hook_states(
+    modules: Mapping[str, torch.nn.Module], named: Collection[object]
+) -> Iterator[tuple[str, DistributedDataParallel, Any]]:
+    """The states that remember, of hooks registered with these modules; `named`: but for these.
+
+    Each goes by the name of its module and "hook". Of one that is not known a log line says that it
+    is not saved.
+    """
+    for name, outer in modules.items():
+        for path, module in outer.named_modules(prefix=name):
+            if not isinstance(module, DistributedDataParallel):
+                continue
+            for _, state in module._comm_hooks:
+                if state is None or any(state is one for one in named):
+                    continue
+                if is_hook(state):
+                    yield f"{path}.hook", module, state
+                elif not isinstance(state, dist.ProcessGroup):
+                    _log.warning("hook.not_saved", module=path, state=type(state).__name__)
 
 
 class HookState:

@@ -70,13 +70,13 @@ class YardCallback(TrainerCallback):
         )
         if ref is None:
             return None
-        saved = load_values(self._yard, ref, _TRAINER)[_TRAINER]
+        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        saved = load_values(self._yard, ref, _TRAINER, group=group)[_TRAINER]
         if not isinstance(saved, dict) or not isinstance(saved.get("json"), str):
             raise Damaged(f"{ref}: its {_TRAINER} is not the state of a trainer")
         self._forget_folder()
         self._folder = tempfile.mkdtemp(prefix="weightyard-checkpoint-")
         Path(self._folder, "trainer_state.json").write_text(saved["json"])
-        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
         weights = self._yard.load(ref, tensors=f"{_MODEL}.*", group=group)
         own = {name.removeprefix(f"{_MODEL}."): one for name, one in weights.items()}
         save_file(_apart(own), Path(self._folder, "model.safetensors"))

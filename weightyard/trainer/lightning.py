@@ -38,7 +38,8 @@ class YardCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
     For strategies that have Lightning save whole state dicts: one device, DDP. Its first rank saves
     for all, and each one loads for itself. The first save takes the run over: a job from before can
-    save no more.
+    save no more. Lightning shows what is to be saved when it saves, not before: that is when what
+    cannot be saved is refused.
 
         io = YardCheckpointIO(yard, "team/run42")
         trainer = Trainer(plugins=[io], …)

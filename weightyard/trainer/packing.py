@@ -9,6 +9,7 @@ one item: a tuple, which torch leaves whole, of the value without its tensors an
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -16,11 +17,36 @@ from typing import Any, TypeAlias
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from weightyard.errors import Damaged, Refused
+from weightyard.errors import Damaged, Refused, TooLarge
 from weightyard.trainer.state import MAX_DEPTH, PathKey, check_object
 
 Items: TypeAlias = dict[str, Any]
 """What a checkpoint saves or loads: tensors and objects by FQN."""
+
+
+class Room:
+    """The memory for tensors that there are none of yet, as a manifest claims them.
+
+    It is taken before it is allocated: a manifest of a few bytes can claim any size.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        """`limit`: in bytes; else what the host has."""
+        self._limit = self._left = host_bytes() if limit is None else limit
+
+    def take(self, fqn: str, size: int) -> None:
+        """Raises TooLarge."""
+        if size > self._left:
+            raise TooLarge(
+                f"{fqn[:200]} of {size} bytes: what a checkpoint brings besides the tensors that "
+                f"are here may have {self._limit} bytes in all, and {self._left} are left"
+            )
+        self._left -= size
+
+
+def host_bytes() -> int:
+    """The host's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def pack(name: str, value: object) -> Items:
@@ -49,10 +75,10 @@ def pack(name: str, value: object) -> Items:
     return {name: (rest, paths), **tensors}
 
 
-def places(name: str, metadata: Metadata, live: Items) -> Items:
+def places(name: str, metadata: Metadata, live: Items, room: Room) -> Items:
     """Where to load a packed value to: into the tensors it has now where they fit, else new ones.
 
-    Empty if the checkpoint does not have it.
+    Empty if the checkpoint does not have it. Raises TooLarge, before it makes one.
     """
     known = metadata.state_dict_metadata
     if name not in known:
@@ -66,6 +92,7 @@ def places(name: str, metadata: Metadata, live: Items) -> Items:
         if isinstance(now, torch.Tensor) and now.shape == entry.size and now.dtype == dtype:
             wanted[fqn] = now
         else:
+            room.take(fqn, entry.size.numel() * dtype.itemsize)
             wanted[fqn] = torch.empty(entry.size, dtype=dtype)
     return wanted
 

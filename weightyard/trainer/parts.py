@@ -18,20 +18,23 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
-from weightyard.errors import DoesNotFit, Refused, TooLarge
+from weightyard.errors import Damaged, DoesNotFit, Refused, TooLarge
+from weightyard.format.block import MIB
 from weightyard.loader.state import dtype_of
 from weightyard.logs import Log
 from weightyard.names import is_tensor_name
-from weightyard.trainer.hooks import HookState, is_hook
-from weightyard.trainer.packing import Items, pack, places, unpack
+from weightyard.trainer.hooks import HookState, hook_states, is_hook
+from weightyard.trainer.packing import Items, Room, pack, places, unpack
+from weightyard.trainer.rng import Rng
 from weightyard.trainer.state import State, encode
 
 _log = Log(__name__)
@@ -43,7 +46,8 @@ STEP = "step"
 RNG = "rng"
 
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*", re.ASCII)
-_FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
+_RNG_BYTES = MIB
+"""Far more than the generators of a process have."""
 
 
 class Part(ABC):
@@ -56,8 +60,11 @@ class Part(ABC):
         """What is saved of it. Raises Refused, naming what cannot be."""
 
     @abstractmethod
-    def places(self, metadata: Metadata) -> Items:
-        """Where to load it to, as far as the checkpoint has it; objects as None."""
+    def places(self, metadata: Metadata, room: Room) -> Items:
+        """Where to load it to, as far as the checkpoint has it; objects as None.
+
+        Room is taken for tensors that there are none of yet. Raises TooLarge.
+        """
 
     @abstractmethod
     def restore(self, items: Mapping[str, Any]) -> None:
@@ -78,7 +85,7 @@ class ModelPart(Part):
             items |= {fqn: value} if isinstance(value, torch.Tensor) else pack(fqn, value)
         return items
 
-    def places(self, metadata: Metadata) -> Items:
+    def places(self, metadata: Metadata, room: Room) -> Items:
         live = self.items()
         wanted: Items = {}
         for key, value in get_model_state_dict(self.module).items():
@@ -86,7 +93,7 @@ class ModelPart(Part):
             if isinstance(value, torch.Tensor):
                 wanted[fqn] = value
             else:
-                wanted |= places(fqn, metadata, live)
+                wanted |= places(fqn, metadata, live, room)
         return wanted
 
     def restore(self, items: Mapping[str, Any]) -> None:
@@ -109,32 +116,75 @@ class OptimizerPart(Part):
         self._optimizer = optimizer
 
     def items(self) -> Items:
-        with _unstepped(self._optimizer):
-            try:
-                state = get_optimizer_state_dict(self._module, self._optimizer, options=_FLAT)
-            except NotImplementedError as why:
-                raise Refused(f"{self.name}: {why}") from why
-        return {f"{self.name}.{key}": value for key, value in state.items()}
+        state = self._named_state()
+        items: Items = {}
+        for fqn, entries in state["state"].items():
+            for key, value in entries.items():
+                items |= _flat(f"{self.name}.state.{fqn}.{key}", value)
+        return items | self._settings(state["param_groups"])
 
-    def places(self, metadata: Metadata) -> Items:
+    def check_state(self) -> bool:
+        """Refuse what could not be saved of the state; whether there is any yet.
+
+        Looks at this rank's own alone, where `items` may ask others. Raises Refused, naming it.
+        """
+        states = {one: entries for one, entries in self._optimizer.state.items() if entries}
+        if states:
+            module = self._module
+            inner = module.module if isinstance(module, DistributedDataParallel) else module
+            names = {parameter: fqn for fqn, parameter in inner.named_parameters()}
+            for parameter, entries in states.items():
+                for key, value in entries.items():
+                    fqn = f"{self.name}.state.{names.get(parameter, '?')}.{key}"
+                    check_items(_flat(fqn, value))
+        return bool(states)
+
+    def places(self, metadata: Metadata, room: Room) -> Items:
         """An optimizer that has not stepped has no state: it gets what the checkpoint has."""
-        with _unstepped(self._optimizer):
-            state: Any = get_optimizer_state_dict(self._module, self._optimizer)
-        named = state["param_groups"]
-        names = {fqn for group in named for fqn in group["params"]}
-        saved = _saved_states(f"{self.name}.state.", names, metadata)
-        self._optimizer.state.clear()
-        for group, theirs in zip(self._optimizer.param_groups, named, strict=True):
-            for parameter, fqn in zip(group["params"], theirs["params"], strict=True):
-                if fqn in saved:
-                    self._optimizer.state[parameter] = _state_like(parameter, saved[fqn])
-        return self.items()
+        groups = self._named_state()["param_groups"]
+        parameters: dict[str, torch.Tensor] = {}
+        for group, theirs in zip(self._optimizer.param_groups, groups, strict=True):
+            parameters |= zip(theirs["params"], group["params"], strict=True)
+        wanted = self._settings(groups)
+        prefix = f"{self.name}.state."
+        for name, entries in _by_parameter(prefix, parameters, metadata.state_dict_metadata):
+            for key, entry in entries.items():
+                fqn = f"{prefix}{name}.{key}"
+                wanted[fqn] = _place(fqn, entry, parameters[name], room)
+        return wanted
 
     def restore(self, items: Mapping[str, Any]) -> None:
-        start = len(self.name) + 1
-        state = {key[start:]: items[key] for key in items if key.startswith(f"{self.name}.")}
+        groups = self._named_state()["param_groups"]
+        for group in groups:
+            for key in group.keys() - {"params"}:
+                for fqn in group["params"][:1]:  # the same of all
+                    group[key] = items[f"{self.name}.param_groups.{fqn}.{key}"]
+        names = [fqn for group in groups for fqn in group["params"]]
+        state: dict[str, Any] = {fqn: {} for fqn in names}
+        prefix = f"{self.name}.state."
+        for name, entries in _by_parameter(prefix, names, items):
+            state[name] = _nested(f"{prefix}{name}", entries)
         with _unstepped(self._optimizer):
-            set_optimizer_state_dict(self._module, self._optimizer, state, options=_FLAT)
+            set_optimizer_state_dict(
+                self._module, self._optimizer, {"state": state, "param_groups": groups}
+            )
+        for parameter in [one for one, has in self._optimizer.state.items() if not has]:
+            del self._optimizer.state[parameter]
+
+    def _named_state(self) -> dict[str, Any]:
+        """The state, and the groups' settings, by names of parameters."""
+        with _unstepped(self._optimizer):
+            return get_optimizer_state_dict(self._module, self._optimizer)
+
+    def _settings(self, groups: Iterable[Mapping[str, Any]]) -> Items:
+        """Those of each parameter: on other ranks it may be in other company."""
+        return {
+            f"{self.name}.param_groups.{fqn}.{key}": group[key]
+            for group in groups
+            for fqn in group["params"]
+            for key in group
+            if key != "params"
+        }
 
 
 @contextmanager
@@ -155,38 +205,83 @@ def _unstepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
             del optimizer.state[first]
 
 
-def _saved_states(
-    prefix: str, names: Collection[str], metadata: Metadata
-) -> dict[str, dict[str, object]]:
-    """What a checkpoint has of the state of each parameter: its entries by their keys."""
-    saved: dict[str, dict[str, object]] = {}
-    for fqn, entry in metadata.state_dict_metadata.items():
+def _flat(fqn: str, value: Any) -> Items:
+    """What an optimizer keeps: tensors, numbers and dicts by keys, as torch flattens it; the rest
+    packed. Raises Refused."""
+    if isinstance(value, torch.Tensor | int | float):
+        return {fqn: value}
+    if isinstance(value, dict) and value and all(_is_plain_key(key) for key in value):
+        items: Items = {}
+        for key, one in value.items():
+            items |= _flat(f"{fqn}.{key}", one)
+        return items
+    packed = pack(fqn, value)
+    _require_loadable(value, fqn)
+    return packed
+
+
+def _is_plain_key(key: object) -> bool:
+    return type(key) is str and key != "" and "." not in key
+
+
+def _require_loadable(value: object, where: str) -> None:
+    """An optimizer takes a text for something to iterate over, and makes another of it."""
+    if isinstance(value, str | bytes):
+        raise Refused(f"{where}: torch's optimizers do not load a {type(value).__name__}")
+    if isinstance(value, dict):
+        for key, one in value.items():
+            _require_loadable(one, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for at, one in enumerate(value):
+            _require_loadable(one, f"{where}[{at}]")
+
+
+def _by_parameter(
+    prefix: str, names: Collection[str], items: Mapping[str, Any]
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """What there is of the state of each parameter: its entries by their keys."""
+    found: dict[str, dict[str, Any]] = {}
+    for fqn, entry in items.items():
         if not fqn.startswith(prefix):
             continue
         keys = fqn[len(prefix) :].split(".")
         for end in range(len(keys) - 1, 0, -1):
             if (name := ".".join(keys[:end])) in names:
-                saved.setdefault(name, {})[".".join(keys[end:])] = entry
+                found.setdefault(name, {})[".".join(keys[end:])] = entry
                 break
-    return saved
+    yield from found.items()
 
 
-def _state_like(parameter: torch.Tensor, entries: Mapping[str, object]) -> dict[str, Any]:
-    """An optimizer's state of a parameter as it was saved, to be loaded into."""
+def _place(fqn: str, entry: object, parameter: torch.Tensor, room: Room) -> torch.Tensor | None:
+    """Where to load an entry of a parameter's state to."""
+    if not isinstance(entry, TensorStorageMetadata):
+        return None
+    dtype = entry.properties.dtype
+    if entry.size == parameter.shape:  # cut over the ranks as the parameter is
+        own = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        room.take(fqn, own.numel() * dtype.itemsize)
+        return torch.zeros_like(parameter.detach(), dtype=dtype)
+    room.take(fqn, entry.size.numel() * dtype.itemsize)
+    return torch.zeros(entry.size, dtype=dtype)
+
+
+def _nested(name: str, entries: Mapping[str, Any]) -> dict[str, Any]:
+    """The state of a parameter. Raises Damaged if the entries do not make one."""
+    packed = {key for key, value in entries.items() if isinstance(value, tuple)}
+    items = {f"{name}.{key}": value for key, value in entries.items()}
     state: dict[str, Any] = {}
-    for keys, entry in entries.items():
-        value: Any = 0
-        if isinstance(entry, TensorStorageMetadata):
-            dtype = entry.properties.dtype
-            if entry.size == parameter.shape:  # cut over the ranks as the parameter is
-                value = torch.zeros_like(parameter.detach(), dtype=dtype)
-            else:
-                value = torch.zeros(entry.size, dtype=dtype)
+    for keys, value in entries.items():
         *outer, last = keys.split(".")
+        if any(".".join(outer[:end]) in packed for end in range(1, len(outer) + 1)):
+            continue  # a tensor of something packed
         inside = state
         for key in outer:
             inside = inside.setdefault(key, {})
-        inside[last] = value
+            if not isinstance(inside, dict):
+                raise Damaged(f"{name}.{keys}: a value and a part of another one")
+        if last in inside:
+            raise Damaged(f"{name}.{keys}: a value and a part of another one")
+        inside[last] = unpack(f"{name}.{keys}", items) if keys in packed else value
     return state
 
 
@@ -200,8 +295,8 @@ class ObjectPart(Part):
     def items(self) -> Items:
         return pack(self._saved_as, self.value.state_dict())
 
-    def places(self, metadata: Metadata) -> Items:
-        return places(self._loaded_from(metadata), metadata, self.items())
+    def places(self, metadata: Metadata, room: Room) -> Items:
+        return places(self._loaded_from(metadata), metadata, self.items(), room)
 
     def restore(self, items: Mapping[str, Any]) -> None:
         (name,) = (fqn for fqn in items if not isinstance(items[fqn], torch.Tensor))
@@ -227,8 +322,6 @@ class RankPart(ObjectPart):
 
     def restore(self, items: Mapping[str, Any]) -> None:
         super().restore(items)
-        if self._saved_as not in items and isinstance(self.value, HookState):
-            self.value.forget_unsent()
         # A loader of torchdata goes to its place when it is next asked for something, and draws
         # random numbers on the way: better now than after the generators are put back.
         self.value.state_dict()
@@ -243,6 +336,39 @@ class RankPart(ObjectPart):
             _log.info("run.from_first_rank", part=self.name, saved_ranks=saved, ranks=self._ranks)
             return f"{RANKS}.0.{self.name}"
         return self._saved_as
+
+
+class RngPart(RankPart):
+    """A rank's generators of random numbers."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        super().__init__(RNG, Rng(), rank, ranks)
+
+    def places(self, metadata: Metadata, room: Room) -> Items:
+        return super().places(metadata, Room(_RNG_BYTES))
+
+
+class HookPart(RankPart):
+    """What a communication hook remembers."""
+
+    value: HookState
+
+    def __init__(
+        self, name: str, value: HookState, rank: int, ranks: int, *, was_found: bool = False
+    ) -> None:
+        """`was_found`: nobody named it, so nobody is told that a checkpoint has none."""
+        super().__init__(name, value, rank, ranks)
+        self._was_found = was_found
+
+    def is_missing(self, metadata: Metadata) -> bool:
+        """Whether it begins anew, since the checkpoint is of a training without it."""
+        known = metadata.state_dict_metadata
+        return self._was_found and self._loaded_from(metadata) not in known
+
+    def restore(self, items: Mapping[str, Any]) -> None:
+        super().restore(items)
+        if self._saved_as not in items:
+            self.value.forget_unsent()
 
 
 def saved_ranks(metadata: Metadata) -> int:
@@ -272,7 +398,7 @@ def parts_of(state: Mapping[str, Any], rank: int, ranks: int) -> list[Part]:
         if isinstance(value, torch.optim.Optimizer):
             parts.append(OptimizerPart(name, _module_of(name, value, modules.values()), value))
         elif is_hook(value):
-            own.append(RankPart(name, HookState(value, modules.values()), rank, ranks))
+            own.append(HookPart(name, HookState(value, modules.values()), rank, ranks))
         elif not isinstance(value, Stateful):
             raise Refused(
                 f"state {name}: a {type(value).__name__} has no state_dict and load_state_dict"
@@ -281,6 +407,8 @@ def parts_of(state: Mapping[str, Any], rank: int, ranks: int) -> list[Part]:
             own.append(RankPart(name, value, rank, ranks))
         else:
             parts.append(ObjectPart(name, value))
+    for name, module, hook in hook_states(modules, tuple(state.values())):
+        own.append(HookPart(name, HookState(hook, [module]), rank, ranks, was_found=True))
     return parts + own
 
 

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
 from weightyard.closing import Closing
@@ -19,14 +20,16 @@ from weightyard.names import AliasName, ModelName, Ref, Step
 from weightyard.records import KeepBest, Publication, Retention, Version
 from weightyard.trainer import rng
 from weightyard.trainer.job import Job
-from weightyard.trainer.packing import Items
+from weightyard.trainer.packing import Items, Room
 from weightyard.trainer.parts import (
     RANKS,
     RNG,
     STEP,
+    HookPart,
     ModelPart,
+    OptimizerPart,
     Part,
-    RankPart,
+    RngPart,
     check_items,
     parts_of,
     require_known,
@@ -63,11 +66,12 @@ class TrainRun(Closing):
             run.publish("team/bert", alias="candidate")
 
     The state's objects are modules and optimizers, wrapped or not, and whatever has `state_dict`
-    and `load_state_dict`: schedulers, scalers, loaders, samplers; also the state of a PowerSGD
-    hook. They hold tensors, None, bool, int, float, str, bytes, lists, tuples, and dicts with keys
-    of text or int. What does not fit is refused when the run is made, by its name. What is
-    iterated over is each rank's own. The random number generators of Python, NumPy and torch are
-    saved with them.
+    and `load_state_dict`: schedulers, scalers, loaders, samplers. They hold tensors, None, bool,
+    int, float, str, bytes, lists, tuples, and dicts with keys of text or int. What does not fit is
+    refused by its name when the run is made; what an optimizer makes in its first step, by the
+    next `step`. What is iterated over is each rank's own. The state of PowerSGD and post-local SGD,
+    registered with DDP before the run is made, and the random number generators of Python, NumPy
+    and torch are saved with them.
 
     A resumed run with as many ranks goes on bit for bit where torch is told to be deterministic.
     A plain DataLoader draws a random number whenever it is iterated: give it a `generator` of its
@@ -99,7 +103,7 @@ class TrainRun(Closing):
 
         `interval`, `interval_s`: steps, and seconds, from one checkpoint to the next; None: not by
         these. `keep_latest_k`, `keep_every`, `keep_best`: which checkpoints stay, the newest ones,
-        steps that are multiples, the best by a metric; without any of them all stay.
+        steps that are multiples, the best by a metric (`KeepBest`); without any of them all stay.
         `async_mode`: "async" saves in the background, from a copy in host memory; one that fails
         is raised by the `step` in which all ranks know it. `export_dtype`: published weights are
         cast to it. `load_step`: resume from this step instead of the newest.
@@ -124,8 +128,9 @@ class TrainRun(Closing):
         """The run's, since this job took it over."""
         self._metrics: dict[str, Any] = {}  # of the last step, as they were given
         self.job = Job()
-        self._rng = RankPart(RNG, rng.Rng(), self.job.rank, self.job.ranks)
+        self._rng = RngPart(self.job.rank, self.job.ranks)
         self._parts: list[Part] = []
+        self._stateless: list[OptimizerPart] = []
         with ExitStack() as opened:
             opened.callback(self.job.close)
             self.job.each(lambda: self._look_at(state), "looking at the state")
@@ -155,9 +160,12 @@ class TrainRun(Closing):
 
         `metrics` are kept with the checkpoint, those of rank 0 that are finite numbers; tensors
         are read when one is made, so that a step waits for no device. Raises what a save in the
-        background failed of, on all ranks at the same step: RankFailed where it did not fail
-        itself; RunTakenOver. After a signal: saves, then SystemExit.
+        background failed of, on all ranks at the same step, with several ranks the second one
+        after it failed: RankFailed where it did not fail itself; RunTakenOver. Raises Refused for
+        what an optimizer has made in its first step and cannot be saved. After a signal: saves,
+        then SystemExit.
         """
+        self._look_at_optimizers()
         self.steps += 1
         self._metrics = _as_now(metrics or {}) if self.job.is_first else {}
         by_time = self.job.is_first and self._schedule.is_due_by_time()
@@ -276,6 +284,12 @@ class TrainRun(Closing):
         if unknown := self._excluded - {part.name for part in (*self._parts, self._rng)}:
             raise BadSetting(f"exclude_from_loading: the state has no {', '.join(sorted(unknown))}")
         check_items(self._items())
+        self._stateless = [part for part in self._parts if isinstance(part, OptimizerPart)]
+        self._look_at_optimizers()
+
+    def _look_at_optimizers(self) -> None:
+        """Refuse what could not be saved of an optimizer's state as soon as it has one."""
+        self._stateless = [part for part in self._stateless if not part.check_state()]
 
     def _items(self) -> Items:
         items: Items = {STEP: self.steps, RANKS: self.job.ranks}
@@ -309,12 +323,13 @@ class TrainRun(Closing):
         reader = YardReader(self._yard, ref, process_group=group, no_dist=group is None)
         metadata = reader.read_metadata()
         is_same = saved_ranks(metadata) == self.job.ranks
-        loaded = [part for part in self._parts if part.name not in self._excluded]
+        loaded = [part for part in self._parts if self._is_loaded(part, metadata, ref)]
         if is_same and RNG not in self._excluded:
             loaded.append(self._rng)  # the last one: positioning loaders draws numbers
 
         def placed() -> dict[str, Items]:
-            found = {part.name: part.places(metadata) for part in loaded}
+            room = Room()
+            found = {part.name: part.places(metadata, room) for part in loaded}
             for name, wanted in found.items():
                 require_known(wanted, metadata, ref, name)
             return found
@@ -323,7 +338,9 @@ class TrainRun(Closing):
         items: Items = {STEP: None}
         for wanted in places.values():
             items |= wanted
-        with plain_errors(), quiet_alone(group is None):
+        if group is None:
+            quiet_alone()
+        with plain_errors():
             load_checkpoint(
                 items, storage_reader=reader, process_group=group, no_dist=group is None
             )
@@ -347,6 +364,14 @@ class TrainRun(Closing):
         # its own: whoever resumes it derives the same.
         self._saver.step = None if self._excluded else step
         self._schedule.saved()
+
+    def _is_loaded(self, part: Part, metadata: Metadata, ref: str) -> bool:
+        if part.name in self._excluded:
+            return False
+        if isinstance(part, HookPart) and part.is_missing(metadata):
+            _log.warning("run.hook_begins_anew", checkpoint=ref, part=part.name)
+            return False
+        return True
 
     def _saved_version(self) -> Version:
         made = self._writer.version

@@ -185,7 +185,9 @@ class Saver(Closing):
     def _write(self, save: Save) -> None:
         began = time.monotonic()
         self._writer.metrics = dict(save.metrics)
-        with plain_errors(), quiet_alone(self._job.group is None):
+        if self._job.group is None:
+            quiet_alone()
+        with plain_errors():
             save_checkpoint(
                 save.items,
                 checkpoint_id=f"step-{save.step}",
@@ -221,12 +223,10 @@ def plain_errors() -> Iterator[None]:
         raise RankFailed([rank for rank, _ in failures], reason) from why
 
 
-@contextmanager
-def quiet_alone(is_alone: bool = True) -> Iterator[None]:
-    """torch warns a process alone that it is alone."""
-    if not is_alone:  # filters of warnings are those of all threads
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
-        yield
+def quiet_alone() -> None:
+    """Have torch not warn a process alone that it is alone.
+
+    For good: filters are those of all threads, and one that puts back the filters it found would
+    put back those that another has changed meanwhile.
+    """
+    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -19,9 +20,11 @@ from weightyard.closing import Closing
 from weightyard.errors import (
     BadSetting,
     Bug,
+    Conflict,
     InvalidName,
     Refused,
     Retryable,
+    StoreUnavailable,
     Unsupported,
     YardError,
 )
@@ -71,6 +74,10 @@ class SavingYard(Protocol):
         """Have the records of what was done written into the store, behind the caller."""
 
 
+_ENDING_S = 2.0
+"""For a save that has ended: torch's threads live on for a moment after what they did is known."""
+
+
 @dataclass(frozen=True, slots=True)
 class Errand:
     """What the coordinator tells each rank with its plan."""
@@ -80,12 +87,34 @@ class Errand:
     step: int
 
 
+@dataclass(slots=True)
+class _Save:
+    """A save. torch makes all calls of one in one thread, and does not tell a writer of one that
+    failed elsewhere: that is over when its thread is, or begins another."""
+
+    step: Step
+    rank: int
+    thread: threading.Thread
+    publication: Publication | None = None
+    """The coordinator's, as is the upload."""
+    upload: Upload | None = None
+    has_failed: bool = False
+    """Here."""
+
+    def is_under_way(self) -> bool:
+        if self.has_failed or self.thread is threading.current_thread():
+            return False
+        self.thread.join(_ENDING_S)
+        return self.thread.is_alive()
+
+
 class YardWriter(StorageWriter, Closing):
     """Saves checkpoints of one run; each rank has one, and uses it for save after save.
 
     `dcp.save(state, checkpoint_id="step-1200", storage_writer=writer)`, or `dcp.async_save` in a
     thread. Each rank writes its own packs under one upload; the coordinator commits when all have
-    finished. Before that nothing is visible. One save at a time.
+    finished. Before that nothing is visible. One save at a time: one that begins while another is
+    under way is refused with Conflict, on all ranks, and the other goes on.
 
     If a rank fails, `dcp.save` raises CheckpointException on all of them, with what each said; the
     upload is abandoned. What a save leaves that was ended otherwise (a rank that is gone) is
@@ -115,10 +144,11 @@ class YardWriter(StorageWriter, Closing):
         new one. `delta`: as in push. `compress`: else blocks are stored as they are, which takes
         less of the processor and more of HDFS. `threads`: of this rank, for hashing and encoding;
         else its share of the host's cores.
-        Raises InvalidName, BadSetting, Unsupported.
+        Raises InvalidName, BadSetting; StoreUnavailable and Unsupported where the store is not to
+        be had.
         """
         self._yard = yard
-        self._store = yard.store
+        self._store = _store_of(yard)
         self.run = ModelName.parse(run)
         self.generation = generation
         """The run's generation under which this writes; None until the first save."""
@@ -141,11 +171,9 @@ class YardWriter(StorageWriter, Closing):
             folder=Path(anchors_folder) if anchors_folder is not None else None,
             every=anchor_every,
         )
-        self._asked: CheckpointId | None = None
-        self._step = Step(0)
-        self._rank = 0
-        self._publication: Publication | None = None
-        self._upload: Upload | None = None
+        self._here = threading.local()  # which step was asked for in a thread
+        self._save: _Save | None = None
+        self._guard = threading.Lock()  # of the save under way
         self._writer: Writer | None = None
         self._plans: list[SavePlan] = []
 
@@ -165,7 +193,7 @@ class YardWriter(StorageWriter, Closing):
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
         """Takes note only: a rank that raised here would leave the others waiting for it."""
-        self._asked = checkpoint_id
+        self._here.asked = checkpoint_id
 
     def storage_meta(self) -> StorageMeta | None:
         return StorageMeta(checkpoint_id=f"{self.run}@{self._asked_step()}")
@@ -173,9 +201,19 @@ class YardWriter(StorageWriter, Closing):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         if not kwargs.get("use_collectives", True):
             raise Unsupported("ranks that save each for themselves make no checkpoint of a run")
-        self._rank = int(kwargs.get("rank", 0))
-        self._step, self._asked = self._asked_step(), None
-        self.abandon()
+        step, self._here.asked = self._asked_step(), None
+        begun = _Save(step, int(kwargs.get("rank", 0)), threading.current_thread())
+        before = self._save
+        is_free = before is None or not before.is_under_way()
+        with self._guard:
+            if self._save is None or (is_free and self._save is before):
+                before, self._save = self._save, begun
+            else:
+                raise Conflict(
+                    f"a save of {self._save.step} is still under way, so there is none of {step}: "
+                    "wait for the future of one save before the next, or take another writer"
+                )
+        self._give_up(before)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -183,73 +221,59 @@ class YardWriter(StorageWriter, Closing):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Opens the upload, whose id travels to the ranks with their plans."""
         catalogue = self._yard.catalogue
-        known = self._known_plans(plans)
-        if self.generation is None:
-            self.generation = catalogue.begin_generation(self.run).generation
-        self._publication = checked_publication(
-            {
-                "metrics": dict(self.metrics),
-                "replication": self._replication,
-                "policy": self._policy,
-                "checkpoint": Checkpoint(
-                    step=self._step.number, generation=self.generation, ranks=len(plans)
-                ),
-            }
-        )
-        self._upload = catalogue.open_upload(self.run, self._publication)
-        errand = Errand(self._upload.id.hex, self.generation, self._step.number)
-        return [replace(plan, storage_data=errand) for plan in known]
+        with self._own_save() as save:
+            known = self._known_plans(plans)
+            if self.generation is None:
+                self.generation = catalogue.begin_generation(self.run).generation
+            save.publication = checked_publication(
+                {
+                    "metrics": dict(self.metrics),
+                    "replication": self._replication,
+                    "policy": self._policy,
+                    "checkpoint": Checkpoint(
+                        step=save.step.number, generation=self.generation, ranks=len(plans)
+                    ),
+                }
+            )
+            save.upload = catalogue.open_upload(self.run, save.publication)
+            errand = Errand(save.upload.id.hex, self.generation, save.step.number)
+            return [replace(plan, storage_data=errand) for plan in known]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         errand = plan.storage_data
         if not isinstance(errand, Errand):
             raise Bug("a plan without the coordinator's errand")
-        if errand.step != self._step.number:
-            raise Refused(
-                f"rank {self._rank} saves {self._step} and the coordinator {Step(errand.step)}: "
-                "a checkpoint is of one step on all ranks"
-            )
-        self.generation = errand.generation
-        is_coordinator = self._upload is not None
-        joined = self._upload or self._yard.catalogue.join_upload(UploadId(errand.upload))
-        with kept_alive(joined) as upload:
-            results = self._write(plan.items, planner, upload)
-            if not is_coordinator:  # who has not written what all ranks share
-                upload.finish_rank(self._rank)
+        with self._own_save() as save:
+            if errand.step != save.step.number:
+                raise Refused(
+                    f"rank {save.rank} saves {save.step} and the coordinator {Step(errand.step)}: "
+                    "a checkpoint is of one step on all ranks"
+                )
+            self.generation = errand.generation
+            is_coordinator = save.upload is not None
+            joined = save.upload or self._yard.catalogue.join_upload(UploadId(errand.upload))
+            with kept_alive(joined) as upload:
+                results = self._write(plan.items, planner, upload)
+                if not is_coordinator:  # who has not written what all ranks share
+                    upload.finish_rank(save.rank)
+        if not is_coordinator:
+            self._end(save)
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Writes what the ranks share, and commits."""
-        if self._upload is None or self._publication is None or self._writer is None:
-            raise Bug("a checkpoint to finish that was not begun here")
-        written = [result for of_rank in results for result in of_rank]
-        with kept_alive(self._upload) as upload:
-            objects = {
-                one.index.fqn: one.storage_data.value
-                for one in written
-                if isinstance(one.storage_data, Object)
-            }
-            state = State(objects, _paths(metadata))
-            shares = [one.storage_data for one in written if isinstance(one.storage_data, Share)]
-            content = self._state_content(state)
-            named = [block_id(piece_bytes(one, content.sources)) for one in content.split.pieces]
-            shares.append(share_of(content.split, named))
-            manifest = manifest_of_shares(shares, self._yard.block_bytes)
-            _require_all(metadata, manifest, state)
-            self.version = self._publish(upload, content, manifest, self._publication)
-            self._upload = None
+        with self._own_save() as save:
+            self.version = self._finished(save, metadata, results)
+        self._end(save)
         self._yard.settle()
 
     def abandon(self) -> None:
         """Give up a save that did not end. Idempotent; where nobody answers, its lease will end."""
-        upload, self._upload = self._upload, None
-        if upload is not None:
-            try:
-                upload.abandon()
-            except YardError as why:
-                _log.warning("upload.not_abandoned", upload=upload.id, reason=why)
+        with self._guard:
+            save, self._save = self._save, None
+        self._give_up(save)
 
     def close(self) -> None:
         self.abandon()
@@ -262,9 +286,34 @@ class YardWriter(StorageWriter, Closing):
         )
 
     def _asked_step(self) -> Step:
-        if self._asked is None:
+        asked = getattr(self._here, "asked", None)
+        if asked is None:
             raise BadSetting("which step? Save with checkpoint_id='step-<number>'")
-        return _step_of(self._asked, self.run)
+        return _step_of(asked, self.run)
+
+    @contextmanager
+    def _own_save(self) -> Iterator[_Save]:
+        """That of this thread, which has failed if this does. Raises Conflict."""
+        save = self._save
+        if save is None or save.thread is not threading.current_thread():
+            raise Conflict("this save was given up: its writer was closed, or told to abandon it")
+        try:
+            yield save
+        except BaseException:
+            save.has_failed = True
+            raise
+
+    def _end(self, save: _Save) -> None:
+        with self._guard:
+            if self._save is save:
+                self._save = None
+
+    def _give_up(self, save: _Save | None) -> None:
+        if save is not None and save.upload is not None:
+            try:
+                save.upload.abandon()
+            except YardError as why:
+                _log.warning("upload.not_abandoned", upload=save.upload.id, reason=why)
 
     def _known_plans(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
         """The plans as they were last where nothing has changed, which a planner may leave out.
@@ -308,8 +357,34 @@ class YardWriter(StorageWriter, Closing):
         split = split_plain(STATE_FILE, len(text), self._yard.block_bytes)
         return Content(split, [MemorySource(text)])
 
+    def _finished(
+        self, save: _Save, metadata: Metadata, results: list[list[WriteResult]]
+    ) -> Version:
+        if save.upload is None or save.publication is None or self._writer is None:
+            raise Bug("a checkpoint to finish that was not begun here")
+        written = [result for of_rank in results for result in of_rank]
+        with kept_alive(save.upload) as upload:
+            objects = {
+                one.index.fqn: one.storage_data.value
+                for one in written
+                if isinstance(one.storage_data, Object)
+            }
+            state = State(objects, _paths(metadata))
+            shares = [one.storage_data for one in written if isinstance(one.storage_data, Share)]
+            content = self._state_content(state)
+            named = [block_id(piece_bytes(one, content.sources)) for one in content.split.pieces]
+            shares.append(share_of(content.split, named))
+            manifest = manifest_of_shares(shares, self._yard.block_bytes)
+            _require_all(metadata, manifest, state)
+            return self._publish(upload, content, manifest, save.publication, save.rank)
+
     def _publish(
-        self, upload: Upload, state: Content, manifest: Manifest, publication: Publication
+        self,
+        upload: Upload,
+        state: Content,
+        manifest: Manifest,
+        publication: Publication,
+        rank: int,
     ) -> Version:
         """Write what the ranks share and the manifest, then commit.
 
@@ -335,7 +410,7 @@ class YardWriter(StorageWriter, Closing):
                 ),
             ),
         )
-        upload.finish_rank(self._rank)
+        upload.finish_rank(rank)
         version = upload.commit(digest, manifest, publication, secrets.token_hex(16))
         with suppress(Retryable):  # what counts is done; gc removes what is left here
             self._store.delete(layout.staging_folder(upload.id))
@@ -385,6 +460,16 @@ def _require_all(metadata: Metadata, manifest: Manifest, state: State) -> None:
     written = {tensor.name for tensor in manifest.tensors} | state.objects.keys()
     if odd := written ^ metadata.state_dict_metadata.keys():
         raise Bug(f"planned and written differ in {len(odd)} names, such as {min(odd)}")
+
+
+def _store_of(yard: SavingYard) -> Store:
+    try:
+        return yard.store
+    except StoreUnavailable as why:
+        raise StoreUnavailable(
+            f"{why}. A service is no way for checkpoints: each rank writes them to the store "
+            "itself. Run where the store can be reached, or mend what keeps this host from it"
+        ) from why
 
 
 def _share_of_cores() -> int:

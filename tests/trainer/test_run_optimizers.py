@@ -1,0 +1,120 @@
+"""What optimizers keep: saved whatever it is made of, or refused by its key once it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from training import RUN, as_bytes
+
+from weightyard.errors import Refused
+from weightyard.opening import open_yard
+from weightyard.settings import Settings
+from weightyard.trainer.run import TrainRun
+from weightyard.yard import Yard
+
+
+@pytest.fixture
+def yard(tmp_path: Path) -> Iterator[Yard]:
+    settings = Settings(home=tmp_path / "home", cache=tmp_path / "cache")
+    with open_yard(str(tmp_path / "store"), settings=settings) as opened:
+        yield opened
+
+
+class Averaging(torch.optim.Optimizer):
+    """Steps along the mean of its last gradients, and keeps what it is told to besides."""
+
+    def __init__(self, parameters: Any, extra: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        self._extra = extra
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                last = state.setdefault("last", [])
+                last[:] = [*last[-1:], parameter.grad.clone()]
+                state["extra"] = self._extra(parameter)
+                parameter -= group["lr"] * sum(last) / len(last)
+
+
+def nothing(parameter: torch.Tensor) -> Any:
+    return None
+
+
+def of_all_kinds(parameter: torch.Tensor) -> Any:
+    norms = {0: parameter.norm(), 1: [parameter.abs().max(), (True, 2.5)]}
+    return {"norms": norms, "seen": [], "deep": {"er": {"n": 3}}}
+
+
+def lbfgs(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(net.parameters(), max_iter=3, history_size=4)
+
+
+def averaging(net: nn.Module) -> torch.optim.Optimizer:
+    return Averaging(net.parameters(), of_all_kinds)
+
+
+def trained(
+    yard: Yard, run_name: str, make: Callable[[nn.Module], torch.optim.Optimizer], until: int
+) -> tuple[int | None, dict[str, bytes], list[Any]]:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 2))
+    optimizer = make(net)
+    batch = torch.randn(16, 6, generator=torch.Generator().manual_seed(1))
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        made: torch.Tensor = net(batch).square().mean()
+        made.backward()
+        return made
+
+    with TrainRun(yard, run_name, {"model": net, "optim": optimizer}, interval=2) as run:
+        resumed = run.resume()
+        while run.steps < until:
+            loss()
+            optimizer.step(loss)  # type: ignore[arg-type]
+            run.step()
+    kept = [entries.get("extra") for entries in optimizer.state.values()]
+    return resumed, as_bytes(net.state_dict()), kept
+
+
+@pytest.mark.parametrize("make", [lbfgs, averaging])
+def test_lists_and_dicts_in_an_optimizers_state_come_back(
+    yard: Yard, make: Callable[[nn.Module], torch.optim.Optimizer]
+) -> None:
+    trained(yard, RUN, make, 3)
+    resumed, weights, kept = trained(yard, RUN, make, 5)
+    _, never_interrupted, also_kept = trained(yard, "team/other", make, 5)
+    assert resumed == 2
+    assert weights == never_interrupted
+    assert str(kept) == str(also_kept)
+
+
+@pytest.mark.parametrize(
+    ("extra", "path"),
+    [
+        (lambda one: {"ids": {1, 2}}, r"optim\.state\.0\.weight\.extra\.ids: a builtins\.set"),
+        (lambda one: [1, [len]], r"optim\.state\.0\.weight\.extra\[1\]\[0\]: a builtins"),
+        (lambda one: [1, "text"], r"optim\.state\.0\.weight\.extra\[1\]: .*str"),
+        (lambda one: one.to_sparse(), r"optim\.state\.0\.weight\.extra: .*sparse"),
+    ],
+)
+def test_what_an_optimizer_makes_that_cannot_be_saved_is_named_by_the_first_step(
+    yard: Yard, extra: Callable[[torch.Tensor], Any], path: str
+) -> None:
+    net = nn.Sequential(nn.Linear(2, 2))
+    optimizer = Averaging(net.parameters(), extra)
+    with TrainRun(yard, RUN, {"model": net, "optim": optimizer}, interval=None) as run:
+        run.step()  # no step of the optimizer yet
+        net(torch.ones(2)).sum().backward()
+        optimizer.step()
+        with pytest.raises(Refused, match=path):
+            run.step()
+    with pytest.raises(Refused, match=path):
+        TrainRun(yard, RUN, {"model": net, "optim": optimizer})
