@@ -18,7 +18,6 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from bench import (
-    asked,
     catalogue,
     counting,
     faults,
@@ -35,7 +34,6 @@ from bench import (
     swap,
     training,
 )
-from bench.about import LOADING_SECTIONS
 from bench.samples import Footprint, Memory, Results, Row, Table, Timed
 from bench.site import Site
 from weightyard.testing.cluster import MiniCluster
@@ -134,12 +132,7 @@ def _measure(
 def _said(name: str, timed: Timed, console: Console) -> Timed:
     """A section as the terminal shows it."""
     console.print(_rich(*report.short_table(timed)))
-    lines = asked.claims(name, timed.rows)
-    if name == "push":
-        lines += report.push_notes(timed)
-    if name not in LOADING_SECTIONS:
-        lines = [*map(str, report.ratios_of(timed.rows)), *lines]
-    for line in lines:
+    for line in report.lines_of(name, timed):
         console.print(f"  {line}".replace("**", ""), highlight=False)
     for note in report.failures_of(timed.rows):
         console.print(f"  {note}", style="yellow", markup=False)
@@ -201,7 +194,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tensor", type=_size, default=4 * _GIB, help="of the memory section")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--dry", action="store_true", help="write nothing: only try it")
-    parser.add_argument("--kills", type=int, default=3, help="of the faults section; 3")
+    parser.add_argument("--kills", type=int, default=20, help="of the faults section; 20")
     parser.add_argument(
         "--versions",
         type=lambda text: tuple(int(size) for size in text.split(",")),

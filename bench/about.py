@@ -10,11 +10,12 @@ LOADING_SECTIONS: Mapping[str, str] = {
 
 A model of bf16 tensors in a yard in HDFS, one copy, by `Yard.load(ref, cache=False)`: the ref
 resolved, placements asked of the registry, packs located, bytes read, checked and decoded into
-new tensors. The peers read the same model as one file, into new memory too, and hand it to the
-loader that people use. *Views* is the best that can be made of a peer by hand: several threads read
-parts of the file, and the tensors are cut from them without a copy and without a check. The limit
-receives as many bytes from a socket, into new memory. The trained weights are those of a real
-model, over and over, each time moved on, so that no two blocks are equal.""",
+new tensors. Raw and planes are two stores that share nothing. The peers read the same model as one
+file, into new memory too, and hand it to the loader that people use. *Views* is the best that can
+be made of a peer by hand: several threads read parts of the file, and the tensors are cut from them
+without a copy and without a check. The limit receives as many bytes from a socket, into new memory.
+The trained weights are those of a real model, over and over, each time moved on, so that no two
+blocks are equal.""",
     "link": """\
 ## A narrow link
 
@@ -25,15 +26,16 @@ the limit and not the link.""",
 ## The second load on a node
 
 `Yard.load` where this node has a snapshot, against `safetensors.torch.load_file` of the same file.
-Both map it. *First use* is the first element of the first tensor; for *the last byte* one of every
-page is read.""",
+Both map it; ours also asks the registry what the ref means, and looks whether the files are whole.
+*First use* is the first element of the first tensor; for *the last byte* one of every page is
+read.""",
     "local": """\
 ## The embedded default
 
 Packs in a folder of a local disk, in the page cache, against those who read a file there; until a
 byte of every page was read. `load_file` maps: it copies nothing and checks nothing, and nothing can
-be as fast that does. *Copied*: into memory of the process's own, as all others have it in the end.
-What is to be mapped is a snapshot: see above.""",
+be as fast that does: *xxh3* only maps the file and sums it. *Copied*: into memory of the process's
+own, as all others have it in the end. What is to be mapped is a snapshot: see above.""",
     "swap": """\
 ## Following
 

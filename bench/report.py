@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from bench.about import LOADING_SECTIONS
-from bench.asked import claims
+from bench.asked import AGAIN, claims
+from bench.ratios import ratios_of
 from bench.samples import (
     MB,
     MEMORY_LIMIT_BYTES,
@@ -19,23 +19,26 @@ from bench.samples import (
     Timed,
     fastest,
 )
+from bench.verdicts import at_most
 
 _MIB, _GIB = 2**20, 2**30
 
 _HEAD = """\
 # Benchmarks
 
-Made by `make bench`; the raw samples are in `bench/results.json`. A real HDFS (one NameNode, two
+Made by `make bench`, or section by section by `python -m bench --only swap,rank`: each says when it
+was measured and where. The raw samples are in `bench/results.json`. A real HDFS (one NameNode, two
 DataNodes, each its own JVM) runs on the same machine as the client, and both share its cores: on a
 network, with the DataNodes' work done elsewhere, rates and ratios will be others; the client's CPU
 seconds say most about them. All rows of a section come from one run on one cluster; repetitions of
 different rows take turns. The page cache is warm; disks are not measured. Every reader had one
-untimed go before each that counts; writers had none. MB/s are 10⁶ bytes a second of the best
-repetition, *spread* is how far the worst was below it. CPU seconds belong to the best repetition,
+untimed go before each that counts; writers and swaps had none. MB/s are 10⁶ bytes a second of the
+best repetition, *spread* is how far the worst was below it. CPU seconds belong to the best one,
 peak memory (the client's resident set, with its libraries and the bytes it received) to the
 hungriest. What was read is compared with the digest of what was written, after the clock stopped.
 *Bound by* says who was busy while a row ran; *others* is all else on the machine: where it is more
-than a few hundredths, something disturbed the row."""
+than a few hundredths, something disturbed the row, or (where a row says so) took part in it.
+*Asked* is the aim set for a number; where it was missed, the section says what bounds it."""
 
 _READS = """\
 ## Reading a file
@@ -115,45 +118,21 @@ A real `weightyard serve`, one process; each client has a connection and a token
 version of a ref as soon as it was answered. Clients, service and database share the machine."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ratio:
-    """How many times as fast one row is as another."""
-
-    what: str
-    value: float
-
-    def __str__(self) -> str:
-        return f"**{self.value:.2f}×** {self.what}"
+_WAYS = {"reads": _READS, "loading": _LOADING, "writing": _WRITING, "push": _PUSH}
 
 
 def render(results: Results) -> str:
     """The whole page."""
     machines: list[Mapping[str, str]] = []
     parts = [_HEAD]
-    for text, section in (
-        (_READS, results.reads),
-        (_LOADING, results.loading),
-        (_WRITING, results.writing),
-        (_PUSH, results.push),
-    ):
-        if section is not None:
-            ratios = [f"{extent_of(section.rows)}", ""]
-            ratios += [f"- {ratio}" for ratio in ratios_of(section.rows)]
-            ratios += [f"- {note}" for note in push_notes(section)]
-            body = markdown(*timed_table(section))
-            notes = ["", *(f"- {note}" for note in failures_of(section.rows))]
-            parts.append(_section(text, section.measured, machines, [*ratios, "", body, *notes]))
-    for name, text in LOADING_SECTIONS.items():
+    for name, text in (_WAYS | LOADING_SECTIONS).items():
         section = getattr(results, name)
         if section is not None:
-            lines = [
-                extent_of(section.rows),
-                "",
-                *(f"- {one}" for one in claims(name, section.rows)),
-            ]
+            lines = [f"- {line}" for line in lines_of(name, section)]
             body = markdown(*timed_table(section))
             notes = ["", *(f"- {note}" for note in failures_of(section.rows))]
-            parts.append(_section(text, section.measured, machines, [*lines, "", body, *notes]))
+            said = [extent_of(section.rows), "", *lines, "", body, *notes]
+            parts.append(_section(text, section.measured, machines, said))
     if results.memory is not None:
         body = markdown(*memory_table(results.memory))
         parts.append(_section(_MEMORY, results.memory.measured, machines, [body]))
@@ -173,27 +152,10 @@ def render(results: Results) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def ratios_of(rows: Sequence[Row]) -> list[Ratio]:
-    """What a section is about: our best against each rival, like with like."""
-    groups = dict.fromkeys(row.group for row in rows)
-    return [
-        ratio for group in groups for ratio in _ratios([row for row in rows if row.group == group])
-    ]
-
-
-def _ratios(rows: Sequence[Row]) -> list[Ratio]:
-    """Rivals get our fastest row of their kind of memory: touching fresh pages costs a copy."""
-    quickest = fastest(rows, Kind.PEER)
-    peers = dict.fromkeys(row.who for row in rows if row.kind is Kind.PEER)
-    rivals = [*(fastest(rows, Kind.PEER, who) for who in peers), fastest(rows, Kind.LIMIT)]
-    ratios = []
-    for rival in filter(None, rivals):
-        alike = [row for row in rows if row.is_fresh is rival.is_fresh]
-        ours = fastest(alike, Kind.OURS)
-        if ours is not None:
-            role = "the fastest peer, " if rival is quickest else ""
-            ratios.append(_ratio(ours, rival, "the limit, " if rival.kind is Kind.LIMIT else role))
-    return ratios
+def lines_of(name: str, section: Timed) -> list[str]:
+    """What a section's numbers say: whether they are what was asked for, or how they compare."""
+    lines = claims(name, section.rows) or [str(ratio) for ratio in ratios_of(section.rows)]
+    return [*lines, *push_notes(section)] if name == "push" else lines
 
 
 def push_notes(section: Timed) -> list[str]:
@@ -212,10 +174,11 @@ def push_notes(section: Timed) -> list[str]:
     for again in (row for row in pushes if first and not row.best.stored_bytes):
         if all(row.group != again.group for row in first):
             share = again.best.seconds / first[0].best.seconds
-            notes.append(
-                f"{again.name}: {again.best.seconds:.2f} s, **{share:.1%}** of {first[0].name} "
-                f"({first[0].best.seconds:.2f} s); no pack was written"
+            what = (
+                f"of {first[0].name} ({first[0].best.seconds:.2f} s): {again.name}, "
+                f"{again.best.seconds:.2f} s; no pack was written"
             )
+            notes.append(at_most(share, AGAIN, what))
     return notes
 
 
@@ -236,14 +199,6 @@ def extent_of(rows: Sequence[Row]) -> str:
     """How much was moved how often."""
     moved = max(row.moved_bytes for row in rows)
     return f"{moved / _GIB:.2f} GiB, {max(len(row.samples) for row in rows)} repetitions."
-
-
-def _ratio(row: Row, other: Row, role: str = "") -> Ratio:
-    return Ratio(
-        f"{row.name} ({row.best_rate:.0f} MB/s) against {role}{other.name} "
-        f"({other.best_rate:.0f} MB/s)",
-        row.best_rate / other.best_rate,
-    )
 
 
 def failures_of(rows: Sequence[Row]) -> list[str]:

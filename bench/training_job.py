@@ -91,8 +91,9 @@ class Job:
 
     def timed(self, what: str, who: str, action: Callable[[], object], *, is_counted: bool) -> Took:
         """Do it on all ranks at once. The first one's answer holds the sums."""
-        before = count(self.site.namenode_http) if is_counted and self.is_first else None
         pids = self.site.datanode_pids
+        dist.barrier()  # what other ranks still open is not what is counted
+        before = count(self.site.namenode_http) if is_counted and self.is_first else None
         dist.barrier()
         cpu, servers, machine = own_cpu_s(), cpu_s(pids), machine_cpu_s()
         began = time.perf_counter()

@@ -7,8 +7,9 @@ def at_least(value: float, asked: float, what: str) -> str:
     return f"**{value:.2f}×** {what}; asked: {asked:g}× or more{verdict(value >= asked)}"
 
 
-def at_most(value: float, asked: float, what: str, unit: str = "") -> str:
-    return f"**{value:.2f}{unit}** {what}; asked: {asked:g}{unit} or less{verdict(value <= asked)}"
+def at_most(value: float, asked: float, what: str, unit: str = "", digits: int = 2) -> str:
+    said = f"**{value:.{digits}f}{unit}** {what}; asked: {asked:g}{unit} or less"
+    return f"{said}{verdict(value <= asked)}"
 
 
 def verdict(is_reached: bool) -> str:
