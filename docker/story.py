@@ -65,7 +65,7 @@ def push() -> None:
             (source / path).write_bytes(content)
         pushed = yard.push(source, PUSHED, message="pushed to HDFS")
         assert yard.push(source, PUSHED).new_bytes == 0, "what is there is not stored again"
-        yard.set_alias(PUSHED, "prod", pushed.number, reason="the first", expect=None)
+        yard.set_alias(PUSHED, "prod", pushed.number, reason="the first", expect=0)
         for name, seed in ((PUSHED, 2), (SENT, 1)):
             pulled = yard.pull(f"{name}@prod", Path(scratch, str(seed)))
             for path, content in model(seed).items():

@@ -5,7 +5,8 @@ python examples/transformer.py serve                                    in a sec
 torchrun --nproc-per-node 2 examples/transformer.py train --steps 400   goes on with two workers
 
 The second training finds the checkpoint of four workers and cuts it anew for two. What it publishes
-the server takes over between two answers. `--yard` takes a folder, hdfs://… or http://….
+the server takes over between two answers. `--yard` takes a folder, hdfs://…, or http://… of a
+service; to train by that, its store must be in reach, too: checkpoints go straight there.
 """
 
 from __future__ import annotations
@@ -79,7 +80,8 @@ def train(yard_url: str | None, steps: int, interval: int) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     passages = Passages()
     sampler = GlobalOffsetSampler(len(passages), seed=1)
-    loader = DataLoader(passages, BATCH, sampler=sampler)
+    # With a generator of its own, a resume disturbs no other random number.
+    loader = DataLoader(passages, BATCH, sampler=sampler, generator=torch.Generator())
     with (
         weightyard.open(yard_url) as yard,
         TrainRun(

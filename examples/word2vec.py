@@ -4,7 +4,8 @@ torchrun --nproc-per-node 2 examples/word2vec.py train    learns, saves as it go
 python examples/word2vec.py near block                    loads what was published: words near one
 
 Stop it and start it again, with as many workers as you like: it goes on where it was, and gives
-every pair of words to one worker once an epoch. `--yard` takes a folder, hdfs://… or http://….
+every pair of words to one worker once an epoch. `--yard` takes a folder, hdfs://…, or http://… of a
+service where its store can be reached from here, too: checkpoints go straight there.
 """
 
 from __future__ import annotations
@@ -90,7 +91,14 @@ def train(yard_url: str | None, steps: int, interval: int) -> None:
     model = DistributedDataParallel(Words(list(pairs.counts)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * BATCH)
     sampler = GlobalOffsetSampler(len(pairs), seed=1)
-    loader = DataLoader(pairs, BATCH, sampler=sampler, num_workers=1, collate_fn=as_it_is)
+    loader = DataLoader(
+        pairs,
+        BATCH,
+        sampler=sampler,
+        num_workers=1,
+        collate_fn=as_it_is,
+        generator=torch.Generator(),  # its own: a resume disturbs no other random number
+    )
     # Frequent words are drawn less often than they occur, as in the original word2vec.
     often = torch.tensor(list(pairs.counts.values())).float() ** 0.75
     with (

@@ -116,9 +116,9 @@ def make_world(
         migrate.upgrade(database)
     store = store or LocalStore(folder / "store")
     options = {"spool": folder / "spool", "spool_bytes": 64 * MIB, **settings}
-    service = open_service(store, database, Settings(**options), "127.0.0.1")
     if tokens and not secrets:
-        secrets = _make_tokens(service.registry)
+        secrets = _make_tokens(Registry(database))
+    service = open_service(store, database, Settings(**options), "127.0.0.1")
     yield World(service, create_app(service), dict(secrets))
     database.close()
 

@@ -6,9 +6,14 @@ import ml_dtypes
 import numpy as np
 import pytest
 from forge import DTYPES, came_back, weights
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from weightyard.codec import Encoded, encode, encode_delta, estimate, worth_a_delta
 from weightyard.format.block import CHUNK_BYTES, Codec, SegmentKind, block_id
+from weightyard.format.dtypes import DType, codec_hint
+from weightyard.format.pack import PackBuilder
+from weightyard.names import PackId
 
 BLOCK_BYTES = 2 * CHUNK_BYTES
 
@@ -70,6 +75,37 @@ def test_noise_is_left_raw_and_grows_by_less_than_a_thousandth(codec: Codec, len
 
     assert encoded.encoding.codec is Codec.RAW
     assert kept(encoded) < 1.001
+
+
+@settings(max_examples=12)
+@given(
+    st.sampled_from(DType),
+    st.sampled_from([1 << 16, 135_000, CHUNK_BYTES, 2 * CHUNK_BYTES]),
+    st.integers(-8, 8),
+    st.integers(0, 2**32),
+    st.booleans(),
+)
+def test_no_block_of_random_bytes_takes_more_than_the_page_says(
+    dtype: DType, near: int, more: int, seed: int, is_delta: bool
+) -> None:
+    raw, base = (np.random.default_rng(seed + turn).bytes(near + more) for turn in (0, 1))
+    hint = codec_hint(dtype)
+    encoded = (
+        encode_delta(raw, base, block_id(base), hint=hint) if is_delta else encode(raw, hint=hint)
+    )
+    builder = PackBuilder(PackId.new())
+    without = builder.pack_bytes
+    builder.add(encoded.encoding)
+    taken = builder.pack_bytes - without
+
+    assert encoded.stored_bytes <= len(raw) + 15 <= 1.001 * len(raw)
+    assert taken <= len(raw) + 15 + 104 + 16 * encoded.encoding.chunks
+    assert taken <= 1.001 * len(raw) or len(raw) < 135_000
+
+
+def test_a_block_of_one_byte_takes_sixteen() -> None:
+    for codec in Codec:
+        assert encode(b"x", hint=codec).stored_bytes == 16
 
 
 def test_a_block_that_would_hardly_shrink_is_left_raw() -> None:
