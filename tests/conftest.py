@@ -18,7 +18,7 @@ import shutil
 import signal
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import count
@@ -104,6 +104,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         group = "cluster" if item.get_closest_marker("cluster") else item.path.name
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failure on a cluster shows what its daemons said last."""
+    report = yield
+    if report.failed:
+        for fixture in getattr(item, "funcargs", {}).values():
+            if isinstance(fixture, MiniCluster):
+                for daemon in (*fixture.namenodes, *fixture.datanodes):
+                    report.sections.append((f"Log of {daemon.name}", daemon.log_tail()))
+    return report
 
 
 class RunningHdfs:
