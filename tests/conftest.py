@@ -30,20 +30,17 @@ from urllib.parse import urlsplit
 import hypothesis
 import psycopg
 import pytest
-from waiting import eventually
 
 from bench.counting import PROMETHEUS
-from weightyard.errors import StoreUnavailable
 from weightyard.registry import migrate
 from weightyard.registry.database import Database
 from weightyard.settings import Settings
 from weightyard.storage.hdfs.configuration import Cluster, Configuration
 from weightyard.storage.hdfs.store import HdfsStore
-from weightyard.storage.store import FileOptions, ReadPath
+from weightyard.storage.store import ReadPath
 from weightyard.testing.cluster import MiniCluster
 from weightyard.testing.cluster.java import installed_java
 from weightyard.testing.libhdfs import CannotBuild, build
-from weightyard.testing.store_contract import put
 
 _MEMORY = Path("/dev/shm")
 _ROOM_BYTES = 12 << 30
@@ -245,22 +242,7 @@ def token_cluster() -> Iterator[MiniCluster]:
 def encrypted_cluster() -> Iterator[MiniCluster]:
     """An HDFS whose DataNodes send nothing in the clear. One DataNode."""
     with _own_cluster(racks=("a",), encrypt=True) as started:
-        eventually(lambda: _takes_bytes(started))
         yield started
-
-
-def _takes_bytes(cluster: MiniCluster) -> bool:
-    """Whether a file can be written.
-
-    A DataNode has the keys only some heartbeats after it is there, and hdfs-native asks but once.
-    """
-    with HdfsStore(cluster.fresh_dir(), Settings(hadoop_conf_dir=cluster.conf_dir)) as store:
-        store.init()
-        try:
-            put(store, b"some", FileOptions(replication=1))
-        except StoreUnavailable:
-            return False
-    return True
 
 
 @pytest.fixture(scope="session")

@@ -8,17 +8,16 @@ import pwd
 import subprocess
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlencode, urlsplit
 
 import pytest
-from waiting import eventually
 
 from weightyard.doctor import examine
-from weightyard.errors import StoreUnavailable, Unsupported
+from weightyard.errors import Unsupported
 from weightyard.settings import Settings
 from weightyard.storage.hdfs.store import HdfsStore
+from weightyard.storage.retry import RetryingStore
 from weightyard.storage.store import FileOptions, Read, ReadPath, StorePath
 from weightyard.testing.cluster import MiniCluster
 from weightyard.testing.cluster.configuration import client_properties, write_site_files
@@ -54,23 +53,10 @@ def store(encrypted_cluster: MiniCluster, settings: Settings) -> Iterator[HdfsSt
         yield store
 
 
-def put_at_last(store: HdfsStore) -> StorePath:
-    """Where the only DataNode hesitates, hdfs-native gives up a new file: users try again."""
-    paths: list[StorePath] = []
-
-    def is_put() -> bool:
-        with suppress(StoreUnavailable):
-            paths.append(put(store, CONTENT, FileOptions(replication=1)))
-        return bool(paths)
-
-    eventually(is_put)
-    return paths[0]
-
-
 def test_where_transfers_are_encrypted_another_way_serves_and_says_its_name(
     store: HdfsStore,
 ) -> None:
-    location = store.locate(put_at_last(store))
+    location = store.locate(put(RetryingStore(store), CONTENT, FileOptions(replication=1)))
     for replica in (None, location.spans[0].replicas[0]):
         out = bytearray(len(CONTENT))
         served = store.read(location, [Read(0, memoryview(out))], replica=replica)

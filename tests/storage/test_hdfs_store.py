@@ -106,9 +106,11 @@ class TestHdfsStoreWithBlockTokens(StoreContract):
 
 
 class TestHdfsStoreWithEncryptedTransfer(StoreContract):
+    """As people get it: of one DataNode, hdfs-native may miss the word that it has all."""
+
     @pytest.fixture
     def store(self, encrypted_cluster: MiniCluster) -> Iterator[Store]:
-        with opened(encrypted_cluster) as store:
+        with RetryingStore(opened(encrypted_cluster)) as store:
             yield store
 
 

@@ -179,7 +179,7 @@ class HdfsStore(Store):
             self.delete(StorePath(staged.path.text.rpartition("/")[0]))
 
     def _put_probe(self, content: bytes) -> StagedFile:
-        """Where a DataNode hesitates, hdfs-native gives up a new file: that is no finding yet."""
+        """A file that was not written at the first try is no finding yet: see docs/hdfs.md."""
         for attempt in range(1, _PROBES + 1):
             try:
                 with self.stage(layout.staging(UploadId.new(), "probe")) as stage:
