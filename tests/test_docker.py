@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,14 @@ def _folders_imported_by(file: Path) -> set[str]:
         elif isinstance(node, ast.Import):
             names.update(alias.name.split(".")[0] for alias in node.names)
     return {name for name in names if (ROOT / name / "__init__.py").exists()}
+
+
+def test_the_image_that_runs_the_contract_has_the_plugins_that_pytest_is_set_up_for() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    plugins = {
+        name for one in extras["dev"] if (name := re.split(r"[^\w-]", one)[0]).startswith("pytest")
+    }
+    assert "pytest" in plugins
+    assert plugins <= {*(ROOT / "docker/Dockerfile").read_text().split()}
