@@ -128,3 +128,7 @@ def test_who_has_no_time_or_gave_up_is_not_kept() -> None:
     cancel.cancel()
     with pytest.raises(Cancelled):
         found(direct=DataNodes(), deadline=Deadline.after(LIMIT_S, cancel))
+
+
+def test_of_nothing_nothing_is_damaged() -> None:
+    assert found(direct=DataNodes(), reads=[(10, 0)]) is None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -13,7 +14,9 @@ import pytest
 from waiting import eventually
 
 from weightyard.errors import (
+    Cancelled,
     DataNodeFailed,
+    DeadlineExceeded,
     NotAllowed,
     ReplicasDamaged,
     StaleLocation,
@@ -22,11 +25,12 @@ from weightyard.errors import (
     YardError,
 )
 from weightyard.settings import Settings
+from weightyard.storage.cancel import Cancel
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.configuration import Cluster
 from weightyard.storage.hdfs.datanode import DataNodeReader, HungUp
 from weightyard.storage.hdfs.fallbacks import Fallback, LibhdfsReads, NoneServed
-from weightyard.storage.hdfs.reading import Reading
+from weightyard.storage.hdfs.reading import Directness, Reading
 from weightyard.storage.store import Location, Read, ReadPath, Replica, Served, Span, StorePath
 
 LENGTH = 1 << 20
@@ -146,12 +150,12 @@ class Asked(DataNodeReader):
 
     def __init__(self, *failing: str, failure: type[DataNodeFailed] = DataNodeFailed) -> None:
         self.asked: list[str] = []
-        self._failing = failing
+        self.failing = failing
         self._failure = failure
 
     def read(self, replica: Replica, span: Span, reads: Sequence[Read], deadline: Deadline) -> None:
         self.asked.append(replica.datanode)
-        if replica.datanode in self._failing:
+        if replica.datanode in self.failing:
             raise self._failure(replica.datanode, "does not serve")
 
     def close(self) -> None:
@@ -289,6 +293,26 @@ def test_replicas_that_serve_once_they_all_answer_are_not_damaged(failure: YardE
     assert read_from(reading, None) == Served(ReadPath.NATIVE)
 
 
+@pytest.mark.parametrize("last", [DeadlineExceeded("no time left"), NoneServed("no answer")])
+def test_replicas_are_not_damaged_where_time_was_up_before_they_had_another_chance(
+    last: YardError,
+) -> None:
+    class Hanging(Way):
+        """Fails; asked again it does not answer while there is time."""
+
+        def read(self, location: Location, reads: Sequence[Read], deadline: Deadline) -> None:
+            if self._failure is not last:
+                self._failure, now = last, self._failure
+                raise now or last
+            time.sleep(max(0.0, deadline.at - time.monotonic()))
+            raise last
+
+    reading = Reading(None, [Hanging(NoneServed("x"))], find_damage=damaged)
+    wanted = [Read(0, memoryview(bytearray(LENGTH)))]
+    with pytest.raises(StoreUnavailable):
+        reading.read(LOCATION, wanted, None, Deadline.after(0.2))
+
+
 @pytest.mark.parametrize("other", [StoreUnavailable("x"), NotAllowed("x")])
 def test_where_a_way_failed_before_it_came_to_the_replicas_they_are_not_blamed(
     other: YardError,
@@ -307,3 +331,29 @@ def test_a_replica_that_lost_a_block_is_not_taken_for_a_damaged_one() -> None:
 
     with pytest.raises(StaleLocation, match="no longer"):
         read_from(Reading(Gone(), [Way()], find_damage=damaged), FIRST)
+
+
+def test_a_read_that_is_given_up_while_another_way_is_tried_is_cancelled() -> None:
+    cancel = Cancel()
+
+    class GivenUp(Way):
+        def read(self, location: Location, reads: Sequence[Read], deadline: Deadline) -> None:
+            cancel.cancel()
+            deadline.left("reading by another way")
+
+    direct = Asked()
+    reading = Reading(direct, [GivenUp()])
+    read_from(reading, FIRST)
+    direct.failing = (FIRST.datanode, SECOND.datanode)
+    wanted = [Read(0, memoryview(bytearray(LENGTH)))]
+    with pytest.raises(Cancelled):
+        reading.read(LOCATION, wanted, None, Deadline.after(LIMIT_S, cancel))
+
+
+def test_direct_reads_that_worked_meanwhile_are_not_given_up_for_one_that_failed() -> None:
+    known = Directness()
+    known.failed(FIRST.datanode)
+    known.answered()  # in another thread
+    known.refuted()
+    assert known.is_proven
+    assert known.may_be_tried()

@@ -45,6 +45,8 @@ class Diagnosis:
             if found.length < location.length:
                 return None
             pieces = list(split(found, reads))
+            if not pieces:
+                return None
             is_known = any(_is_known_as_corrupt(piece) for piece in pieces)
             if not is_known and not all(self._answer(piece, limit) for piece in pieces):
                 return None

@@ -10,6 +10,7 @@ from copy import copy
 from dataclasses import dataclass
 
 from weightyard.errors import (
+    Cancelled,
     DataNodeFailed,
     DeadlineExceeded,
     NotAllowed,
@@ -91,7 +92,7 @@ class Reading:
                 self._directness.refuted()
             try:
                 return self._read_otherwise(location, reads, deadline)
-            except ReplicasDamaged:
+            except (Cancelled, ReplicasDamaged):
                 raise
             except YardError:
                 if is_proven:
@@ -125,15 +126,18 @@ class Reading:
         deadline: Deadline,
         failures: list[YardError],
     ) -> Served | None:
-        """None: the replicas are away. Raises ReplicasDamaged if they answer and do not serve."""
+        """None: they may be away. Raises ReplicasDamaged if they answer and do not serve."""
         found = self._find_damage(location, reads, deadline)
         if found is None:
             return None
-        # What has passed meanwhile looks the same. Damage is there to stay.
+        # What has passed meanwhile looks the same. Damage is there to stay, and what fails because
+        # time is up shows none.
         try:
             served, again = self._try_each_way(location, reads, deadline)
+            if served is None:
+                deadline.left(f"reading {location.path} again")
         except DeadlineExceeded:
-            served, again = None, failures
+            return None
         if served is None and _is_of_replicas(again):
             raise ReplicasDamaged(f"{found} ({_most_telling(failures)})")
         return served
@@ -218,8 +222,10 @@ class Directness:
             return self._works is not True and holders <= self._failed
 
     def refuted(self) -> None:
+        """All that one read asked failed. Another one may have been answered meanwhile."""
         with self._lock:
-            self._works, self._tried_at = False, time.monotonic()
+            if self._works is not True:
+                self._works, self._tried_at = False, time.monotonic()
 
     def forget(self) -> None:
         with self._lock:
