@@ -118,3 +118,17 @@ def test_what_an_optimizer_makes_that_cannot_be_saved_is_named_by_the_first_step
             run.step()
     with pytest.raises(Refused, match=path):
         TrainRun(yard, RUN, {"model": net, "optim": optimizer})
+
+
+@pytest.mark.parametrize("key", ["last.step", 0, ""])
+def test_a_key_of_an_optimizers_state_that_would_come_back_as_another_is_refused(
+    yard: Yard, key: Any
+) -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with TrainRun(yard, RUN, {"model": net, "optim": optimizer}, interval=None) as run:
+        optimizer.state[net.weight][key] = torch.ones(3)
+        with pytest.raises(Refused, match=rf"optim\.state\.weight: .*{key!r}"):
+            run.step()
+    with pytest.raises(Refused, match=rf"optim\.state\.weight: .*{key!r}"):
+        TrainRun(yard, RUN, {"model": net, "optim": optimizer})

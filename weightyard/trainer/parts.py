@@ -119,8 +119,7 @@ class OptimizerPart(Part):
         state = self._named_state()
         items: Items = {}
         for fqn, entries in state["state"].items():
-            for key, value in entries.items():
-                items |= _flat(f"{self.name}.state.{fqn}.{key}", value)
+            items |= _flat_entries(f"{self.name}.state.{fqn}", entries)
         return items | self._settings(state["param_groups"])
 
     def check_state(self) -> bool:
@@ -134,9 +133,8 @@ class OptimizerPart(Part):
             inner = module.module if isinstance(module, DistributedDataParallel) else module
             names = {parameter: fqn for fqn, parameter in inner.named_parameters()}
             for parameter, entries in states.items():
-                for key, value in entries.items():
-                    fqn = f"{self.name}.state.{names.get(parameter, '?')}.{key}"
-                    check_items(_flat(fqn, value))
+                fqn = f"{self.name}.state.{names.get(parameter, '?')}"
+                check_items(_flat_entries(fqn, entries))
         return bool(states)
 
     def places(self, metadata: Metadata, room: Room) -> Items:
@@ -203,6 +201,16 @@ def _unstepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     finally:
         if not optimizer.state[first]:
             del optimizer.state[first]
+
+
+def _flat_entries(fqn: str, entries: Mapping[Any, Any]) -> Items:
+    """The state of a parameter. Raises Refused, also for a key that would come back as another."""
+    items: Items = {}
+    for key, value in entries.items():
+        if not _is_plain_key(key):
+            raise Refused(f"{fqn}: {key!r:.80} cannot be a key here; text without '.' can")
+        items |= _flat(f"{fqn}.{key}", value)
+    return items
 
 
 def _flat(fqn: str, value: Any) -> Items:
