@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from begun import begun, left
+from connected import connections_to
 from hdfs_world import straight
 from loader_world import BERT, noise, same
 from patience import PATIENT, be_patient
@@ -117,18 +118,3 @@ def test_a_load_whose_hook_raises_leaves_no_thread_and_no_connection_but_the_poo
     (pool,) = pools
     assert connections_to(ports) - of_others <= len(pool._idle)
     assert same(yard.load(BERT, cache=False), STATE), "and the next one comes"
-
-
-def connections_to(ports: set[int]) -> int:
-    """Sockets of this process that are connected to these ports, by the kernel's tables."""
-    own = set()
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            own.add(link.readlink().name)
-        except OSError:
-            continue
-    fields = [line.split() for line in Path("/proc/self/net/tcp").read_text().splitlines()[1:]]
-    return sum(
-        int(field[2].rpartition(":")[2], 16) in ports and f"socket:[{field[9]}]" in own
-        for field in fields
-    )

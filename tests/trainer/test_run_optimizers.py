@@ -43,10 +43,6 @@ class Averaging(torch.optim.Optimizer):
                 parameter -= group["lr"] * sum(last) / len(last)
 
 
-def nothing(parameter: torch.Tensor) -> Any:
-    return None
-
-
 def of_all_kinds(parameter: torch.Tensor) -> Any:
     norms = {0: parameter.norm(), 1: [parameter.abs().max(), (True, 2.5)]}
     return {"norms": norms, "seen": [], "deep": {"er": {"n": 3}}}

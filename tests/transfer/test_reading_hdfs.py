@@ -9,10 +9,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 from begun import begun, left
+from connected import connections_to
 from patience import be_patient
 from strategies import content
 
@@ -302,22 +302,6 @@ def test_a_cancelled_direct_read_returns_at_once_and_writes_no_more(
     kept.cluster.wait_until_live(near)
     assert took_s < AT_ONCE_S
     assert bytes(out) == seen
-
-
-def connections_to(ports: set[int]) -> int:
-    """Sockets of this process that are connected to these ports, by the kernel's tables."""
-    own = set()
-    for link in Path("/proc/self/fd").iterdir():
-        try:
-            own.add(link.readlink().name)
-        except OSError:
-            continue
-    lines = Path("/proc/self/net/tcp").read_text().splitlines()[1:]
-    fields = [line.split() for line in lines]
-    return sum(
-        int(field[2].rpartition(":")[2], 16) in ports and f"socket:[{field[9]}]" in own
-        for field in fields
-    )
 
 
 @pytest.mark.parametrize("why", ["time-out", "ctrl-c", "cancel"])

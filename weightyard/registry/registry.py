@@ -83,8 +83,10 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 LEASE_S = 900.0
-_NOTING_S = 2.0
 """How long an upload lives without a sign of life."""
+
+_NOTING_S = 2.0
+"""How long a load waits for others who write, to note that it uses a version."""
 
 
 class Registry(Closing):

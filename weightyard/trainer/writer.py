@@ -118,7 +118,8 @@ class YardWriter(StorageWriter, Closing):
 
     If a rank fails, `dcp.save` raises CheckpointException on all of them, with what each said; the
     upload is abandoned. What a save leaves that was ended otherwise (a rank that is gone) is
-    abandoned by the next save, by `close`, or when its lease ends.
+    abandoned by the next save in its thread, or when that has ended; by `abandon`, by `close`, or
+    when its lease ends.
     """
 
     def __init__(
@@ -211,7 +212,8 @@ class YardWriter(StorageWriter, Closing):
             else:
                 raise Conflict(
                     f"a save of {self._save.step} is still under way, so there is none of {step}: "
-                    "wait for the future of one save before the next, or take another writer"
+                    "wait for the future of one save before the next, or take another writer; one "
+                    "that failed on another rank is ended by abandon()"
                 )
         self._give_up(before)
 
