@@ -176,8 +176,16 @@ def picked(tensor: torch.Tensor, region: Region, *, is_copied: bool = False) -> 
     kept = [steps for steps in region if steps.is_kept]
     backward = [dim for dim, steps in enumerate(kept) if steps.step < 0]
     if backward:
-        return chosen.flip(backward)  # which copies
+        return _flipped(chosen, backward)
     return chosen if is_copied else chosen.clone()
+
+
+def _flipped(tensor: torch.Tensor, dims: list[int]) -> torch.Tensor:
+    """A copy. torch flips words of these widths, but not elements of every type that has them."""
+    import torch
+
+    word = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(tensor.itemsize, tensor.dtype)
+    return tensor.view(word).flip(dims).view(tensor.dtype)
 
 
 def _forward(steps: Steps) -> int | slice:
