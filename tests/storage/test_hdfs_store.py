@@ -42,6 +42,7 @@ from weightyard.storage.store import (
     Ownership,
     Read,
     ReadPath,
+    Stage,
     StagedFile,
     Store,
     StorePath,
@@ -257,6 +258,26 @@ def test_a_file_that_was_deleted_can_in_the_end_no_longer_be_read(store: HdfsSto
         return False
 
     eventually(is_gone)
+
+
+def test_a_probe_that_had_to_be_written_again_leaves_nothing(
+    store: HdfsStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stage, tries = store.stage, iter(range(3))
+
+    def hesitating(path: StorePath, options: FileOptions | None = None) -> Stage:
+        opened = stage(path, options)
+        if next(tries) == 0:
+            opened.abort()
+            raise StoreUnavailable("the DataNode hesitates")
+        return opened
+
+    monkeypatch.setattr(store, "stage", hesitating)
+    assert store.probe()[ReadPath.DIRECT] is None
+    assert next(tries) == 2
+    folder = f"{store._cluster.at(layout.STAGING)}"
+    left = store._namespace.call("looking", lambda client: list(client.list_status(folder)))
+    assert left == []
 
 
 def test_two_users_of_a_group_work_in_each_others_folders(cluster: MiniCluster) -> None:

@@ -10,7 +10,6 @@ from hdfs_native import FileStatus
 from typing_extensions import Buffer
 
 from weightyard.errors import (
-    DeadlineExceeded,
     FileMissing,
     InvalidName,
     StoreUnavailable,
@@ -169,28 +168,28 @@ class HdfsStore(Store):
 
         For those who want to know before the first load; reading finds out by itself.
         """
-        content = secrets.token_bytes(64 * 1024)
-        staged = self._put_probe(content)
+        content, upload = secrets.token_bytes(64 * 1024), UploadId.new()
         try:
-            location = self.locate(staged.path)
-            return {way: self._try(way, location, content) for way in READ_PATHS}
-        finally:
-            self.delete(staged.path)
-            self.delete(StorePath(staged.path.text.rpartition("/")[0]))
-
-    def _put_probe(self, content: bytes) -> StagedFile:
-        """A file that was not written at the first try is no finding yet: see docs/hdfs.md."""
-        for attempt in range(1, _PROBES + 1):
+            staged = self._put_probe(upload, content)
             try:
-                with self.stage(layout.staging(UploadId.new(), "probe")) as stage:
+                location = self.locate(staged.path)
+                return {way: self._try(way, location, content) for way in READ_PATHS}
+            finally:
+                self.delete(staged.path)
+        finally:
+            self.delete(layout.staging_folder(upload))
+
+    def _put_probe(self, upload: UploadId, content: bytes) -> StagedFile:
+        """A file that was not written at the first try is no finding yet: see docs/hdfs.md."""
+        for attempt in range(_PROBES):
+            try:
+                with self.stage(layout.staging(upload, "probe", attempt)) as stage:
                     stage.write(content)
                     return stage.close()
-            except DeadlineExceeded:
-                raise
             except StoreUnavailable as why:
-                if attempt == _PROBES:
+                if attempt == _PROBES - 1:
                     raise
-                _log.info("probe.tried_again", attempt=attempt, reason=why)
+                _log.info("probe.tried_again", attempt=attempt + 1, reason=why)
         raise AssertionError("unreachable")
 
     def close(self) -> None:
