@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from weightyard.codec import encode, encode_delta
 from weightyard.format.assembly import manifest_of
 from weightyard.format.block import MIB, block_id
@@ -11,6 +13,7 @@ from weightyard.format.pack import PACK_HEADER, PackBuilder, padding
 from weightyard.format.splitting import StateTensor, split_state
 from weightyard.names import Digest, ModelName, PackId
 from weightyard.records import Publication, Version
+from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import Catalogue, Placements, Upload
@@ -60,8 +63,14 @@ def read_back(catalogue: Placements, store: Store, version: Version) -> list[byt
         for box in tensor.boxes
         for want in wanted_of(manifest, box.extents, memoryview(into))
     ]
-    Reader(store, catalogue, threads=1).read(wanted)
+    Reader(store, catalogue, threads=1, settings=_settings()).read(wanted)
     return [bytes(content) for content in contents]
+
+
+@cache
+def _settings() -> Settings:
+    """Looking through the environment takes longer than reading a few small tensors."""
+    return Settings()
 
 
 def made_pack(*blocks: tuple[bytes, bytes | None]) -> tuple[PackBuilder, bytes]:

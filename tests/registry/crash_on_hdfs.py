@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import crash_world
-from crash_points import WRITES, Calls, Point
+from crash_calls import Calls, Point, StateChanges
 from crash_world import OPTIONS, noise
 from ending import end_with_parent
 from pushing import BERT, push, read_back
@@ -41,36 +41,22 @@ OPERATIONS = ("push", "rm", "gc")
 TRASH = ModelName("team", "trash")
 LIMIT_S = 900
 
-_CHANGES = ("stage", "close", "publish", "delete", "adjust")
 _EACH = 10_000
 """Seeds that each has for itself."""
 
 
-class StateChanges(Calls):
-    """Counts where files are made, get or lose their names, and what was written is committed.
-
-    At the one with this number it is killed.
-    """
+class CountedChanges(StateChanges):
+    """At the change with this number the process is killed."""
 
     def __init__(self, kill_at: int | None = None) -> None:
-        super().__init__()
+        super().__init__(self._count)
         self.changes = 0
         self._kill_at = kill_at
-        self._has_written = False
 
-    def _note(self, kind: str, name: str) -> str | None:
-        super()._note(kind, name)
-        with self._lock:
-            is_change = name in _CHANGES or (name == "COMMIT" and self._has_written)
-            if kind == "sql":
-                self._has_written = name != "COMMIT" and (
-                    self._has_written or name.startswith(WRITES)
-                )
-            if is_change:
-                if self.changes == self._kill_at:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                self.changes += 1
-        return None
+    def _count(self) -> None:
+        if self.changes == self._kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.changes += 1
 
 
 class Yard:
@@ -152,7 +138,7 @@ def count_changes(config: dict[str, Any]) -> dict[str, int]:
     changes = {}
     for seed, operation in enumerate(OPERATIONS, 3):
         yard.recover()
-        calls = StateChanges()
+        calls = CountedChanges()
         yard.attempt(yard.prepare(operation, seed), calls)
         changes[operation] = calls.changes
     return changes
@@ -181,7 +167,7 @@ def be_killed(config: dict[str, Any], operation: str, number: int, seed: int) ->
     """Returns only if there are not so many changes."""
     yard = Yard(config)
     yard.recover()
-    calls = StateChanges(kill_at=number)
+    calls = CountedChanges(kill_at=number)
     yard.attempt(yard.prepare(operation, seed), calls)
     return {"problems": []}
 
@@ -225,9 +211,9 @@ def verify(config: dict[str, Any]) -> dict[str, Any]:
 def apart(work: Callable[[], Any]) -> Any:
     """What a process of its own returns; None if it was killed."""
     from_child, to_parent = os.pipe()
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
-        end_with_parent()
+        end_with_parent(parent)
         signal.alarm(LIMIT_S)
         try:
             said = json.dumps(work())
