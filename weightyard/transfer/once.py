@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from functools import partial
 
-from weightyard.errors import AlreadyThere, Conflict, FileMissing, Retryable, TooLarge
+from weightyard.errors import AlreadyThere, Conflict, FileMissing, Retryable, TooLarge, YardError
 from weightyard.names import UploadId
 from weightyard.storage import layout
 from weightyard.storage.store import FileOptions, Read, StagedFile, Store, StorePath
@@ -53,12 +53,19 @@ def write_each_once(
             staged[path] = stage.close()
 
     stages = [partial(stage_one, path) for path in files]
-    run_together(min(len(stages), _STAGED_AT_ONCE), "weightyard-stage", stages)
-    return {
-        path: staged[path]
-        for path, content in files.items()
-        if _is_published(store, staged[path], path, content, is_same or is_there)
-    }
+    try:
+        run_together(min(len(stages), _STAGED_AT_ONCE), "weightyard-stage", stages)
+        return {
+            path: staged[path]
+            for path, content in files.items()
+            if _is_published(store, staged[path], path, content, is_same or is_there)
+        }
+    except YardError:
+        # A writer that was away for long may find its upload swept: gc does not come again.
+        for one in staged.values():
+            with suppress(YardError):
+                store.delete(one.path)
+        raise
 
 
 def _is_published(
