@@ -44,6 +44,17 @@ def test_no_file_is_there_before_those_in_front_of_it(store: LocalStore) -> None
         store.stat(others[0])
 
 
+def test_who_cannot_publish_leaves_nothing_in_staging(store: LocalStore) -> None:
+    store.init()
+    clean = FaultyStore(store)
+    write_each_once(clean, UploadId.new(), {layout.journal(9): b"", layout.journal(8): b""})
+    first = clean.calls.index("publish")
+    failing, files = FaultyStore(store, {first: Fault.BEFORE}), dict(list(FILES.items())[:2])
+    with pytest.raises(StoreUnavailable):
+        write_each_once(failing, UploadId.new(), files)
+    assert list(store.list(layout.STAGING)) == []
+
+
 def test_a_file_that_is_there_with_other_content_is_a_conflict(store: LocalStore) -> None:
     store.init()
     write_each_once(store, UploadId.new(), FILES)
