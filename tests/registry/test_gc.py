@@ -15,6 +15,7 @@ from collecting import (
     rows,
     states,
 )
+from crash_world import AT_ONCE
 from pushing import BERT, push, read_back, write
 from sqlalchemy import event, update
 
@@ -166,6 +167,23 @@ def test_a_zombie_that_renames_after_its_upload_was_swept_is_caught(
     left.close()
     pass_time(database, DAY_S)
     registry.gc(store)
+    assert files(store) == set()
+
+
+def test_a_zombie_is_caught_for_a_day_though_gc_waits_for_nothing(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    upload = registry.open_upload(BERT, Publication())
+    pack = PackId.new()
+    upload.begin_pack(pack)
+    pass_time(database, DAY_S / 24)
+    assert registry.gc(store, AT_ONCE).unfinished_removed == 1
+    with store.stage(layout.staging(upload.id, pack.hex)) as stage:
+        stage.write(b"late")
+        store.publish(stage.close(), layout.pack(pack))
+    store.stage(layout.staging(upload.id, pack.hex, attempt=1)).close()
+    pass_time(database, DAY_S / 2)
+    registry.gc(store, AT_ONCE)
     assert files(store) == set()
 
 

@@ -2,7 +2,7 @@
 
 Every file here has a row. A writer that comes back from the dead may still rename a file it had
 staged; so what was swept is looked at again, run after run, until it is older than the grace time
-once more.
+once more, and than a day.
 """
 
 from __future__ import annotations
@@ -26,6 +26,9 @@ _packs, _manifests, _uploads = schema.packs, schema.manifests, schema.uploads
 
 _ENDED = (UploadState.EXPIRED, UploadState.COMMITTED)
 
+_AWAY_MS = 24 * 3600 * 1000
+"""A writer may come back after so long (a laptop that was shut), however short the grace."""
+
 
 class Counter(Protocol):
     def count(self, **more: int) -> None: ...
@@ -33,13 +36,14 @@ class Counter(Protocol):
 
 def sweep(database: Database, store: Store, grace_ms: int, tally: Counter) -> None:
     """Remove what ended uploads left, once they ended a grace time ago."""
+    away_ms = max(grace_ms, _AWAY_MS)
     due = ended_for(grace_ms)
     for some in found(database, _uploads, due, among=_uploads.c.state.in_(_ENDED)):
         for row in _rows(database, select(_uploads).where(some).order_by(_uploads.c.id)):
             _sweep_upload(database, store, row, tally)
-            database.write(partial(_swept, row_id=row.id, grace_ms=grace_ms))
-    _look_again_at_packs(database, store, grace_ms)
-    _look_again_at_manifests(database, store, grace_ms)
+            database.write(partial(_swept, row_id=row.id, after_ms=grace_ms + away_ms))
+    _look_again_at_packs(database, store, away_ms)
+    _look_again_at_manifests(database, store, away_ms)
 
 
 def ended_for(grace_ms: int) -> ColumnElement[bool]:
@@ -67,11 +71,11 @@ def _sweep_upload(database: Database, store: Store, upload: Row[Any], tally: Cou
         tally.count(unfinished_removed=1)
 
 
-def _swept(tx: Connection, row_id: int, grace_ms: int) -> None:
+def _swept(tx: Connection, row_id: int, after_ms: int) -> None:
     """Be done with an upload; one that expired may have a writer left, so only after a while."""
     nobody_left = or_(
         _uploads.c.state == UploadState.COMMITTED,
-        _uploads.c.lease_ms <= now_ms() - 2 * grace_ms,
+        _uploads.c.lease_ms <= now_ms() - after_ms,
     )
     tx.execute(
         update(_uploads)
@@ -80,14 +84,14 @@ def _swept(tx: Connection, row_id: int, grace_ms: int) -> None:
     )
 
 
-def _look_again_at_packs(database: Database, store: Store, grace_ms: int) -> None:
+def _look_again_at_packs(database: Database, store: Store, away_ms: int) -> None:
     """Then forget them. Only a pack that was never live can have a writer with a staged file."""
     is_gone = _packs.c.state == FileState.GONE
     never_live = and_(is_gone, _packs.c.bytes == 0)
     for some in found(database, _packs, never_live, among=is_gone):
         for pack in _rows(database, select(_packs).where(some)):
             store.delete(layout.pack(PackId(pack.name)))
-    old = and_(is_gone, is_older(_packs, grace_ms), ~Needs().pinned_pack())
+    old = and_(is_gone, is_older(_packs, away_ms), ~Needs().pinned_pack())
     for some in found(database, _packs, old, among=is_gone):
         database.write(partial(_forget_packs, which=some))
 
@@ -97,7 +101,7 @@ def _forget_packs(tx: Connection, which: ColumnElement[bool]) -> None:
     tx.execute(delete(_packs).where(_packs.c.id.in_(gone)))
 
 
-def _look_again_at_manifests(database: Database, store: Store, grace_ms: int) -> None:
+def _look_again_at_manifests(database: Database, store: Store, away_ms: int) -> None:
     """Rows stay, since versions refer to them; without an upload nobody can be writing one."""
     gone = and_(_manifests.c.state == FileState.GONE, _manifests.c.upload_id.is_not(None))
 
@@ -106,7 +110,7 @@ def _look_again_at_manifests(database: Database, store: Store, grace_ms: int) ->
         for row_id in lock(tx, _manifests, which):
             row = tx.execute(select(_manifests).where(_manifests.c.id == row_id)).one()
             store.delete(layout.manifest(Digest(row.name)))
-            old = and_(_manifests.c.id == row_id, is_older(_manifests, grace_ms))
+            old = and_(_manifests.c.id == row_id, is_older(_manifests, away_ms))
             tx.execute(update(_manifests).where(old).values(upload_id=None))
 
     for one in found(database, _manifests, gone, among=gone, size=1):
