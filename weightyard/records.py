@@ -253,6 +253,9 @@ class ReadLease(Record):
     ref: str = Field(examples=["team/bert@v3"])
     holder: str = Field(description="Who reads", examples=["serving-7"])
     until: datetime
+    author: str | None = Field(
+        default=None, description="Who took it, and may renew and end it", examples=["alice"]
+    )
 
 
 class GcItem(Record):

@@ -5,6 +5,7 @@ import sys
 from importlib import resources
 from pathlib import Path
 
+import pytest
 from alembic import command
 from alembic.autogenerate import compare_metadata
 from alembic.config import Config
@@ -13,7 +14,8 @@ from alembic.script import ScriptDirectory
 from pushing import BERT
 from sqlalchemy import Connection, select, text
 
-from weightyard.names import ModelName, Ref
+from weightyard.errors import SchemaUnknown
+from weightyard.names import AliasName, ModelName, Ref
 from weightyard.registry import migrate, schema
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
@@ -26,10 +28,25 @@ def scripts_config() -> Config:
 
 
 def older(folder: Path, revision: str, *statements: str) -> Database:
-    """A database as an older weightyard left it, after these statements."""
-    database = Database(f"sqlite:///{folder}/old.db")
+    """An SQLite database as an older weightyard left it, after these statements."""
+    return made_older(Database(f"sqlite:///{folder}/old.db"), revision, *statements)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def empty_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """A database for `made_older` to make anew."""
+    if request.param == "postgresql":
+        return request.getfixturevalue("postgres")()  # type: ignore[no-any-return]
+    return f"sqlite:///{tmp_path}/old.db"
+
+
+def made_older(database: Database, revision: str, *statements: str) -> Database:
+    """The database anew, as an older weightyard would have left it."""
 
     def make(tx: Connection) -> None:
+        if not database.is_sqlite:
+            tx.execute(text("DROP SCHEMA public CASCADE"))
+            tx.execute(text("CREATE SCHEMA public"))
         config = scripts_config()
         config.attributes["connection"] = tx
         command.upgrade(config, revision)
@@ -57,20 +74,9 @@ def test_a_database_of_the_first_schema_keeps_what_it_has_and_gets_what_is_new(
 
 
 def test_models_and_versions_from_before_there_were_runs_are_as_they_were(
-    database_url: str,
+    empty_url: str,
 ) -> None:
-    database = Database(database_url)
-
-    def make_old(tx: Connection) -> None:
-        tx.execute(text("DROP TABLE upload_ranks"))
-        tx.execute(text("DROP INDEX ix_versions_model_id_step"))
-        tx.execute(text("ALTER TABLE versions DROP COLUMN step"))
-        tx.execute(text("ALTER TABLE models DROP COLUMN generation"))
-        tx.execute(text("UPDATE alembic_version SET version_num = '0002'"))
-        for statement in _OLD_ROWS:
-            tx.execute(text(statement))
-
-    database.write(make_old)
+    database = made_older(Database(empty_url), "0002", *_OLD_ROWS)
     migrate.upgrade(database)
     registry = Registry(database, who="alice")
     version = registry.resolve(Ref.parse("team/bert@prod"))
@@ -95,6 +101,32 @@ def test_an_older_sqlite_database_gets_statistics_of_tables_and_indexes_that_are
     database.close()
 
 
+@pytest.mark.parametrize("revision", ["0001", "0002", "0003", "0004"])
+def test_a_lease_from_before_its_author_was_kept_still_holds_and_is_nobodys(
+    empty_url: str, revision: str
+) -> None:
+    database = made_older(Database(empty_url), revision, *_OLD_ROWS, *_OLD_LEASE)
+    with pytest.raises(SchemaUnknown, match=f"{revision}.*db upgrade"):
+        Registry(database)
+    migrate.upgrade(database)
+    registry = Registry(database, who="alice")
+    ref = Ref.parse("team/bert@prod")
+    assert registry.resolve(ref).number == 1
+    old = registry.find_lease(5)
+    assert (old.ref, old.holder, old.author) == ("team/bert@v1", "serving-7", None)
+    assert registry.take_lease(ref, "serving-8", 60).author == "alice"
+    registry.move_alias(BERT, AliasName("prod"), None)
+    registry.remove(Ref.parse("team/bert@v1"))
+    assert registry.resolve_readable(BERT, 1).number == 1, "both leases hold it"
+    database.close()
+
+
+_OLD_LEASE = (
+    "INSERT INTO read_leases (id, version_id, holder, until_ms)"
+    " VALUES (5, 77, 'serving-7', 9000000000000)",
+    "INSERT INTO registry (id, registry_id, block_bytes, generation)"
+    f" VALUES (1, '{'ab' * 16}', 1024, 0)",
+)
 _OLD_ROWS = (
     "INSERT INTO models (id, project, name, kind, created_ms, created_by, last_number)"
     " VALUES (77, 'team', 'bert', 'model', 0, 'alice', 1)",

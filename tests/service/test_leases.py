@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Iterator
 
+import httpx
 import pytest
 from service_world import LIMIT_S, World, push, push_file, served
 
@@ -92,18 +93,51 @@ def test_a_lease_that_has_ended_is_not_renewed_and_may_be_released_again(
         reader.take_lease(Ref.parse("team/bert@v9"), "serving-7", 60)
 
 
-def test_a_lease_on_what_one_may_not_read_is_neither_taken_nor_touched(world: World) -> None:
+def test_a_lease_on_what_one_may_not_read_is_not_taken(world: World, url: str) -> None:
     push(world.registry, world.store, "team/bert", b"one")
-    lease = world.registry.take_lease(BERT, "serving-7", 60)
-    with served(world.app) as url, HttpCatalogue(url, world.secrets["stranger"]) as stranger:
-        for call in (
-            lambda: stranger.take_lease(BERT, "me", 60),
-            lambda: stranger.renew_lease(lease.id, 3600),
-            lambda: stranger.release_lease(lease.id),
-        ):
-            with pytest.raises(NotAllowed):
-                call()
-    assert world.registry.find_lease(lease.id) == lease
+    with HttpCatalogue(url, world.secrets["stranger"]) as stranger, pytest.raises(NotAllowed):
+        stranger.take_lease(BERT, "me", 60)
+
+
+def touched(world: World, token: str, lease: int | str) -> list[httpx.Response]:
+    """What one is told who wants to renew a lease, and to end it."""
+    path = f"leases/{lease}"
+    return [
+        world.call("PUT", path, token=token, json={"seconds": 3600}),
+        world.call("DELETE", path, token=token),
+    ]
+
+
+@pytest.mark.parametrize("other", ["writer", "stranger"])
+def test_a_lease_of_somebody_else_is_as_if_it_were_not_there(
+    any_world: World, reader: HttpCatalogue, other: str
+) -> None:
+    push(any_world.registry, any_world.store, "team/bert", b"one")
+    lease = reader.take_lease(BERT, "serving-7", 60)
+    assert lease.author == "reader"
+    for mine, missing in zip(
+        touched(any_world, other, lease.id), touched(any_world, other, 10**9), strict=True
+    ):
+        assert mine.status_code == missing.status_code == 404
+        told = mine.json()
+        assert told.items() >= {"code": "no-such-thing"}.items()
+        assert told["detail"].replace(str(lease.id), str(10**9)) == missing.json()["detail"]
+    assert any_world.registry.find_lease(lease.id) == lease
+
+
+@pytest.mark.parametrize("admin", ["boss", "lead"])
+def test_an_admin_of_its_project_may_renew_and_end_any_lease(
+    any_world: World, reader: HttpCatalogue, admin: str
+) -> None:
+    push(any_world.registry, any_world.store, "team/bert", b"one")
+    push(any_world.registry, any_world.store, "other/bert", b"two")
+    theirs = any_world.registry.take_lease(Ref.parse("other/bert"), "serving-8", 60)
+    lease = reader.take_lease(BERT, "serving-7", 60)
+    assert [answer.status_code for answer in touched(any_world, admin, lease.id)] == [200, 204]
+    with pytest.raises(NoSuchThing):
+        reader.renew_lease(lease.id, 60)
+    elsewhere = {answer.status_code for answer in touched(any_world, "lead", theirs.id)}
+    assert elsewhere == {404}, "an admin of one project is none of the other"
 
 
 @pytest.mark.parametrize(

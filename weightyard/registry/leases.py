@@ -5,7 +5,9 @@ A lease counts until gc has found it expired and removed it; then it cannot be r
 
 from __future__ import annotations
 
-from sqlalchemy import Connection, delete, insert, select, update
+from typing import Any
+
+from sqlalchemy import Connection, Row, delete, insert, select, update
 
 from weightyard.errors import NoSuchThing, Refused
 from weightyard.names import Ref
@@ -17,7 +19,7 @@ from weightyard.registry.rows import clock, moment
 _leases = schema.read_leases
 
 
-def take(tx: Connection, ref: Ref, holder: str, seconds: float) -> ReadLease:
+def take(tx: Connection, ref: Ref, holder: str, seconds: float, author: str) -> ReadLease:
     """Hold a version's bytes for a while, whatever happens to the version. Raises NoSuchThing."""
     if not holder or len(holder) > MAX_HOLDER:
         raise Refused(f"a lease names its holder in 1 to {MAX_HOLDER} characters")
@@ -30,7 +32,7 @@ def take(tx: Connection, ref: Ref, holder: str, seconds: float) -> ReadLease:
     until_ms = clock(tx) + _millis(seconds)
     lease_id = tx.execute(
         insert(_leases)
-        .values(version_id=row.id, holder=holder, until_ms=until_ms)
+        .values(version_id=row.id, holder=holder, until_ms=until_ms, author=author)
         .returning(_leases.c.id)
     ).scalar_one()
     return ReadLease(
@@ -38,6 +40,7 @@ def take(tx: Connection, ref: Ref, holder: str, seconds: float) -> ReadLease:
         ref=f"{row.project}/{row.name}@v{row.number}",
         holder=holder,
         until=moment(until_ms),
+        author=author,
     )
 
 
@@ -45,36 +48,39 @@ def renew(tx: Connection, lease_id: int, seconds: float) -> ReadLease:
     """Hold on for longer, from now. Raises NoSuchThing if the lease was given up or has ended."""
     until_ms = clock(tx) + _millis(seconds)
     row = tx.execute(
-        update(_leases)
-        .where(_leases.c.id == lease_id)
-        .values(until_ms=until_ms)
-        .returning(_leases.c.version_id, _leases.c.holder)
+        update(_leases).where(_leases.c.id == lease_id).values(until_ms=until_ms).returning(_leases)
     ).one_or_none()
     if row is None:
         raise NoSuchThing(f"read lease {lease_id} has ended: resolve the version again")
-    return _as_lease(tx, lease_id, row.version_id, row.holder, until_ms)
+    return _as_lease(tx, row)
 
 
 def find(tx: Connection, lease_id: int) -> ReadLease:
     """A lease that was not given up. Raises NoSuchThing."""
     row = tx.execute(select(_leases).where(_leases.c.id == lease_id)).one_or_none()
     if row is None:
-        raise NoSuchThing(f"there is no read lease {lease_id}")
-    return _as_lease(tx, lease_id, row.version_id, row.holder, row.until_ms)
+        raise no_such_lease(lease_id)
+    return _as_lease(tx, row)
 
 
-def _as_lease(
-    tx: Connection, lease_id: int, version_row: int, holder: str, until_ms: int
-) -> ReadLease:
+def no_such_lease(lease_id: int) -> NoSuchThing:
+    return NoSuchThing(f"there is no read lease {lease_id}")
+
+
+def _as_lease(tx: Connection, row: Row[Any]) -> ReadLease:
     """Its version may have been removed: that is what the lease is for."""
     v, m = schema.versions, schema.models
     project, name, number = tx.execute(
         select(m.c.project, m.c.name, v.c.number)
         .join(v, v.c.model_id == m.c.id)
-        .where(v.c.id == version_row)
+        .where(v.c.id == row.version_id)
     ).one()
     return ReadLease(
-        id=lease_id, ref=f"{project}/{name}@v{number}", holder=holder, until=moment(until_ms)
+        id=row.id,
+        ref=f"{project}/{name}@v{number}",
+        holder=row.holder,
+        until=moment(row.until_ms),
+        author=row.author,
     )
 
 

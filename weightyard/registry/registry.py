@@ -84,6 +84,8 @@ _T = TypeVar("_T")
 
 LEASE_S = 900.0
 """How long an upload lives without a sign of life."""
+_NOTING_S = 2.0
+"""How long a use may wait for others who write, before it is not noted."""
 
 _NOTING_S = 2.0
 """How long a load waits for others who write, to note that it uses a version."""
@@ -434,12 +436,15 @@ class Registry(Closing):
         """Stored bytes that nobody else needs. Raises NoSuchThing."""
         return self.database.read(lambda tx: cost.freed_by_removing(tx, ref))
 
-    def take_lease(self, ref: Ref, holder: str, seconds: float) -> ReadLease:
+    def take_lease(
+        self, ref: Ref, holder: str, seconds: float, *, who: str | None = None
+    ) -> ReadLease:
         """Keep a version's bytes for a reader, even if it is removed. Raises NoSuchThing."""
-        return self.database.write(lambda tx: leases.take(tx, ref, holder, seconds))
+        author = self._or_me(who)
+        return self.database.write(lambda tx: leases.take(tx, ref, holder, seconds, author))
 
     def find_lease(self, lease_id: int) -> ReadLease:
-        """Which version a lease is on. Raises NoSuchThing."""
+        """Which version a lease is on, and whose it is. Raises NoSuchThing."""
         return self.database.read(lambda tx: leases.find(tx, lease_id))
 
     def renew_lease(self, lease_id: int, seconds: float) -> ReadLease:

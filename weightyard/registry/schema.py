@@ -286,6 +286,7 @@ read_leases = Table(
     Column("version_id", ForeignKey("versions.id"), nullable=False, index=True),
     Column("holder", Text, nullable=False),
     Column("until_ms", Millis, nullable=False),
+    Column("author", Text),
 )
 
 aliases = Table(

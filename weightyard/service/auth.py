@@ -16,6 +16,7 @@ from starlette.responses import Response
 from weightyard.errors import InvalidName, NotAllowed, Unauthenticated
 from weightyard.names import ModelName, Ref, TokenName, UploadId, is_plain_text
 from weightyard.records import EVERY_PROJECT, MAX_LEVELS, ReadLease, Role, Token
+from weightyard.registry.leases import no_such_lease
 from weightyard.registry.uploads import OpenUpload, Reading
 from weightyard.service.state import Service, service_of
 from weightyard.transfer.strict_json import strict_json
@@ -112,7 +113,11 @@ async def _authorize(request: Request, need: Need | None) -> None:
         request.state.upload = upload
     elif "lease" in path:
         lease = await service.ask(service.registry.find_lease, _lease_id(path["lease"]))
-        principal.require_model(need.role, Ref.parse(lease.ref).model)
+        model = Ref.parse(lease.ref).model
+        is_admin = principal.role is Role.ADMIN and principal.may_read(model)
+        if lease.author != principal.who and not is_admin:
+            raise no_such_lease(lease.id)  # ids are counted: others learn nothing by trying them
+        principal.require_model(need.role, model)
         request.state.lease = lease
     elif need.everywhere:
         principal.require(need.role, None)

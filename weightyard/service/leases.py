@@ -6,7 +6,7 @@ from fastapi import APIRouter
 
 from weightyard.names import Ref
 from weightyard.records import ReadLease, Role
-from weightyard.service.auth import GuardedRoute, Held, needs
+from weightyard.service.auth import Caller, GuardedRoute, Held, needs
 from weightyard.service.paging import Named, Number
 from weightyard.service.problems import RESPONSES
 from weightyard.service.state import Yard
@@ -17,9 +17,16 @@ router = APIRouter(route_class=GuardedRoute, tags=["leases"], responses=RESPONSE
 
 @router.post("/models/{project}/{name}/versions/{number}/leases", status_code=201)
 @needs(Role.READ)
-async def take_lease(yard: Yard, model: Named, number: Number, body: LeaseWanted) -> ReadLease:
-    """Keep a version's bytes for a reader, even if the version is removed meanwhile."""
-    return await yard.ask(yard.registry.take_lease, Ref(model, number), body.holder, body.seconds)
+async def take_lease(
+    yard: Yard, caller: Caller, model: Named, number: Number, body: LeaseWanted
+) -> ReadLease:
+    """Keep a version's bytes for a reader, even if the version is removed meanwhile.
+
+    Only who took it, or an admin, may renew or end it.
+    """
+    return await yard.ask(
+        yard.registry.take_lease, Ref(model, number), body.holder, body.seconds, who=caller.who
+    )
 
 
 @router.put("/leases/{lease}")

@@ -232,7 +232,13 @@ _RECORDS: tuple[BaseModel, ...] = (
         reason="better on the eval set",
         number=2,
     ),
-    ReadLease(id=7, ref="team/bert@v3", holder="serving-7", until=_THEN + timedelta(hours=1)),
+    ReadLease(
+        id=7,
+        ref="team/bert@v3",
+        holder="serving-7",
+        until=_THEN + timedelta(hours=1),
+        author="alice",
+    ),
     AuditEntry(
         id=42,
         at=_THEN,
