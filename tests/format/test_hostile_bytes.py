@@ -23,6 +23,7 @@ from weightyard.format.pack import (
     FooterSpan,
     check_header,
     entry_bytes,
+    read_entries,
     read_entry,
     read_footer,
     read_trailer,
@@ -148,3 +149,23 @@ def test_changed_entries_are_refused_or_say_all_they_hold() -> None:
         assert placement.encoding.flaw is None
         assert entry_bytes(placement) == changed
     assert 0 < good < ROUNDS / 2
+
+
+def test_entries_read_together_are_as_each_read_alone() -> None:
+    entries = [(entry_bytes(placement), PACK) for placement in built(*EXAMPLES)[2]]
+    assert read_entries(entries) == [read_entry(*entry) for entry in entries]
+    assert read_entries([]) == []
+
+
+def test_entries_that_hold_segments_of_one_another_are_refused() -> None:
+    """Laid one after the other they would read well: the first lacks what the second has."""
+    whole = next(
+        placement for placement in built(*EXAMPLES)[2] if len(placement.encoding.segments) > 1
+    )
+    entry, segment = entry_bytes(whole), 16
+    table = len(entry) - segment * len(whole.encoding.segments)
+    short, long = entry[:-segment], entry[:table] + entry[-segment:] + entry[table:]
+    with pytest.raises(PackInvalid):
+        read_entries([(short, PACK), (long, PACK)])
+    with pytest.raises(PackInvalid):
+        read_entries([(entry, PACK), (entry[:40], PACK)])

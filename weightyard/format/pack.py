@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -234,6 +235,24 @@ def read_entry(entry: Buffer, pack: PackId) -> Placement:
     except _Wrong as why:
         raise PackInvalid(f"pack {pack}: {why}") from None
     return Placement(pack, offset, encoding)
+
+
+def read_entries(entries: Sequence[tuple[Buffer, PackId]]) -> list[Placement]:
+    """The same for many at once, which is quicker than one after the other. Raises PackInvalid."""
+    views = [memoryview(entry) for entry, _ in entries]
+    table = b"".join([view[: _ENTRY.itemsize] for view in views])
+    chunks = b"".join([view[_ENTRY.itemsize :] for view in views])
+    lengths = [view.nbytes - _ENTRY.itemsize for view in views]
+    if all(0 <= length <= MAX_FOOTER_BYTES - _ENTRY.itemsize for length in lengths):
+        with suppress(_Wrong, ValueError):
+            found = list(_encodings(np.frombuffer(table, _ENTRY), np.frombuffer(chunks, _SEGMENT)))
+            counts = [len(encoding.segments) * _SEGMENT.itemsize for _, encoding in found]
+            if counts == lengths:
+                return [
+                    Placement(pack, offset, encoding)
+                    for (offset, encoding), (_, pack) in zip(found, entries, strict=True)
+                ]
+    return [read_entry(entry, pack) for entry, pack in entries]  # tells which one is wrong
 
 
 class _Wrong(Exception):

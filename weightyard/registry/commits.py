@@ -151,7 +151,7 @@ def _require_placements(
         wanted_of = wanted_of.join(schema.packs).where(reading.allows(p.c.block_id))
     held: set[int] = set()
     for batch in batches(rows.values()):
-        held |= set(tx.scalars(wanted_of.where(is_one_of(tx, p.c.block_id, batch))))
+        held |= set(tx.scalars(wanted_of.where(is_one_of(tx, p.c.block_id, batch))).all())
     if missing := next((block for block in wanted if rows[block] not in held), None):
         raise BlockMissing(f"block {missing} is not held by the upload: claim or write it first")
     return rows
@@ -249,7 +249,7 @@ def _lock_lists(tx: Connection, digests: Sequence[bytes]) -> dict[bytes, int]:
             .where(is_one_of(tx, lists.c.digest, batch))
             .order_by(lists.c.id)
             .with_for_update(read=True)
-        )
+        ).all()
     }
 
 

@@ -14,8 +14,12 @@ from sqlalchemy import (
     Connection,
     Dialect,
     Engine,
+    Integer,
+    LargeBinary,
+    Text,
     any_,
     bindparam,
+    cast,
     create_engine,
     event,
     exc,
@@ -26,6 +30,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.postgresql import ARRAY
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.functions import FunctionElement
+from sqlalchemy.types import TypeEngine
 
 from weightyard import jitter
 from weightyard.errors import BadSetting, Bug, RegistryUnavailable, YardError
@@ -273,9 +278,25 @@ def is_one_of(
     """
     if connection.dialect.name == "sqlite":
         return column.in_(values)
-    array = ARRAY(column.type)
-    one = select(func.unnest(bindparam(None, list(values), array, unique=True)))
-    return column == any_(func.array(one.scalar_subquery(), type_=array))
+    one = select(func.unnest(as_array(values, column.type)))
+    return column == any_(func.array(one.scalar_subquery(), type_=ARRAY(column.type)))
+
+
+def as_array(values: Sequence[Any], kind: TypeEngine[Any]) -> ColumnElement[Any]:
+    """Values as one array for PostgreSQL.
+
+    psycopg writes an array value by value, looking at each in several ways: for thousands of them
+    that takes as long as the server needs to look them up. Numbers and ids are written here.
+    """
+    array = ARRAY(kind)
+    if isinstance(kind, Integer):
+        said = ",".join("NULL" if value is None else f"{value:d}" for value in values)
+    elif isinstance(kind, LargeBinary):
+        # In an array's text a backslash stands for the character after it.
+        said = ",".join("NULL" if value is None else rf"\\x{value.hex()}" for value in values)
+    else:
+        return bindparam(None, list(values), array, unique=True)
+    return cast(bindparam(None, f"{{{said}}}", Text, unique=True), array)
 
 
 def _is_worth_another_go(why: exc.DBAPIError, attempt: int) -> bool:

@@ -11,7 +11,6 @@ from sqlalchemy import (
     ColumnElement,
     Connection,
     Table,
-    bindparam,
     func,
     insert,
     literal_column,
@@ -20,7 +19,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects import postgresql, sqlite
 
 from weightyard.registry import schema
-from weightyard.registry.database import now_ms
+from weightyard.registry.database import as_array, now_ms
 
 _T = TypeVar("_T")
 
@@ -74,10 +73,7 @@ def _insert_arrays(table: Table, rows: Sequence[Mapping[str, Any]]) -> postgresq
     """One statement with an array a column: several times quicker than a statement a row."""
     names = list(rows[0])
     arrays = [
-        func.unnest(
-            bindparam(None, [row[name] for row in rows], postgresql.ARRAY(table.c[name].type))
-        )
-        for name in names
+        func.unnest(as_array([row[name] for row in rows], table.c[name].type)) for name in names
     ]
     return postgresql.insert(table).from_select(names, select(*arrays))
 

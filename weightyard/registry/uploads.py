@@ -26,7 +26,7 @@ from sqlalchemy import (
 )
 
 from weightyard.errors import UploadExpired
-from weightyard.format.pack import Placement, entry_bytes, read_entry
+from weightyard.format.pack import Placement, entry_bytes, read_entries
 from weightyard.names import BlockId, Digest, ModelName, PackId, UploadId
 from weightyard.records import Publication
 from weightyard.registry import schema
@@ -211,9 +211,9 @@ def _find(
                 packs.c.state.in_(_READABLE),
                 *allowed,
             )
-        )
-        for pack, entry in rows:
-            placement = read_entry(entry, PackId(pack))
+        ).all()
+        packs_by_name = {name: PackId(name) for name in {pack for pack, _ in rows}}
+        for placement in read_entries([(entry, packs_by_name[pack]) for pack, entry in rows]):
             found.setdefault(placement.encoding.block, []).append(placement)
     return found
 
@@ -451,13 +451,12 @@ def find_block_rows(
     rows = select(blocks.c.id, blocks.c.hash)
     if hold:
         rows = rows.order_by(blocks.c.id).with_for_update(read=True, key_share=True)
-    return {
-        BlockId.of(raw): row_id
-        for batch in batches(wanted)
-        for row_id, raw in tx.execute(
-            rows.where(is_one_of(tx, blocks.c.hash, [block.raw for block in batch]))
-        )
-    }
+    found: dict[BlockId, int] = {}
+    for batch in batches(wanted):
+        by_hash = {block.raw: block for block in batch}
+        known = tx.execute(rows.where(is_one_of(tx, blocks.c.hash, list(by_hash)))).all()
+        found |= {by_hash[raw]: row_id for row_id, raw in known}
+    return found
 
 
 def begin_manifest(
