@@ -283,6 +283,9 @@ def _binding(store: Store, settings: Settings) -> Iterator[Finding]:
         yield _ok("freshness", "the database knows of all that is in the store's journal")
         if (late := database.read(outbox.late)) is not None:
             yield _warn("records", str(late), "`weightyard check --heal` writes them")
+        for path, obstacle in outbox.set_aside(database, store):
+            said = f"{path} could not be written: the file of that name {obstacle.value}"
+            yield _warn("records", said, "`weightyard check` says what to do")
 
 
 @contextmanager

@@ -7,17 +7,17 @@ import pytest
 from pushing import BERT, push, push_delta, read_back
 from sqlalchemy import delete, select, update
 
-from weightyard.errors import Conflict, Damaged, FileMissing, ManifestInvalid
+from weightyard.errors import Damaged, FileMissing, ManifestInvalid, StoreUnavailable
 from weightyard.format.block import block_id
 from weightyard.names import Digest, Ref
 from weightyard.records import CheckReport
-from weightyard.registry import outbox, schema
+from weightyard.registry import history, outbox, schema
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.registry.schema import FileState
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
-from weightyard.storage.store import StorePath
+from weightyard.storage.store import Location, StorePath
 from weightyard.transfer.once import read_whole
 
 KIB = 1024
@@ -279,16 +279,84 @@ def test_a_record_of_the_same_version_keeps_nothing_from_being_written(
     assert read_whole(store, layout.record(BERT, 1)) == before, "the journal tells the rest"
 
 
-def test_a_record_of_another_version_under_the_same_name_is_a_conflict(
-    registry: Registry, store: LocalStore, database: Database
+def test_a_record_of_another_version_under_the_same_name_holds_up_no_other_and_is_told(
+    registry: Registry, store: LocalStore, database: Database, root: Path
 ) -> None:
     version = push(registry, store, noise(1))
     registry.flush_outbox(store)
+    path = layout.record(BERT, 1)
+    before = read_whole(store, path)
     other = version.model_copy(update={"digest": "0" * 64})
     database.write(lambda tx: outbox.put_record(tx, other))
-    with pytest.raises(Conflict, match="other content"):
+    push(registry, store, noise(2))
+    for _ in range(2):
         registry.flush_outbox(store)
+    assert store.stat(layout.record(BERT, 2)).length
+    assert outbox.waiting(database) == 0
+    report = registry.check(store)
+    assert codes(report) == {("record-blocked", path.text)}
+    assert "tells something else" in report.findings[0].detail
+    assert "move the file away" in report.findings[0].advice
+    assert registry.heal(store, report).left == report.findings
+    assert read_whole(store, path) == before, "nobody else's file is touched"
+    (root / path.text).rename(root / "elsewhere.json")
+    assert registry.heal(store, registry.check(store)).left == ()
+    assert registry.check(store).is_clean
+    assert history.read_record(store, path).version["digest"] == "0" * 64
+
+
+@pytest.mark.parametrize("kind", ["record", "journal"])
+def test_an_entry_whose_file_cannot_be_read_holds_up_no_other_and_is_healed(
+    registry: Registry, store: LocalStore, database: Database, root: Path, kind: str
+) -> None:
+    push(registry, store, noise(1))
+    paths = database.read(lambda tx: tx.scalars(select(schema.outbox.c.path)).all())
+    begins = "models/" if kind == "record" else "journal/"
+    path = next(StorePath(path) for path in paths if path.startswith(begins))
+    (root / path.text).parent.mkdir(parents=True, exist_ok=True)
+    (root / path.text).write_bytes(b"{half")
+    registry.flush_outbox(store)
+    assert outbox.waiting(database) == 0
+    assert all(store.stat(StorePath(other)).length for other in paths)
+    report = registry.check(store)
+    assert codes(report) == {("record-blocked", path.text)}
+    assert "check --heal" in report.findings[0].advice
+    assert registry.heal(store, report).left == ()
+    assert registry.check(store).is_clean
+    read = history.read_record if kind == "record" else history.read_entry
+    assert read(store, path).format == 1
+    (aside,) = store.list(layout.DAMAGED)
+    assert read_whole(store, aside.path) == b"{half", "nothing is lost"
+
+
+class SilentAbout(LocalStore):
+    """A store of which one file's DataNodes are away."""
+
+    def __init__(self, path: StorePath, root: Path) -> None:
+        super().__init__(root)
+        self._path = path
+
+    def locate(self, path: StorePath) -> Location:
+        if path == self._path:
+            raise StoreUnavailable("no DataNode has it now")
+        return super().locate(path)
+
+
+def test_an_entry_whose_file_does_not_answer_is_tried_again_and_holds_up_no_other(
+    registry: Registry, store: LocalStore, database: Database, root: Path
+) -> None:
+    version = push(registry, store, noise(1))
+    registry.flush_outbox(store)
+    database.write(lambda tx: outbox.put_record(tx, version))
+    push(registry, store, noise(2))
+    path = layout.record(BERT, 1)
+    with pytest.raises(StoreUnavailable):
+        registry.flush_outbox(SilentAbout(path, root))
+    assert store.stat(layout.record(BERT, 2)).length
     assert outbox.waiting(database) == 1
+    registry.flush_outbox(store)
+    assert outbox.waiting(database) == 0
+    assert registry.check(store).is_clean
 
 
 def test_a_store_that_knows_more_than_the_database_is_noticed(

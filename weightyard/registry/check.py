@@ -47,6 +47,13 @@ _BRING_BACK = "bring its DataNodes back, then check again"
 _HDFS_COPIES = "HDFS copies it by itself when enough DataNodes are up; check again later"
 _NOT_OURS = "gc leaves it alone; remove it by hand if nobody needs it"
 _WRITE_NOW = "run `weightyard check --heal`: it writes them, or says why it cannot"
+_UNBLOCK = {
+    outbox.Obstacle.NONE: "run `weightyard check --heal`: it writes it",
+    outbox.Obstacle.UNREADABLE: "run `weightyard check --heal`: it moves that file into `damaged`, "
+    "and writes what belongs there",
+    outbox.Obstacle.DIFFERENT: "`rebuild` would believe that file, not this registry: find out who "
+    "wrote it, move the file away, and run `weightyard check --heal`",
+}
 _OLD = "is the database an old copy? `weightyard rebuild` makes a new one from the store"
 
 
@@ -191,6 +198,9 @@ class _Checking:
         """Every version has its record, and the store tells of none the registry does not know."""
         if (late := self._database.read(outbox.late)) is not None:
             self._add("records-late", late.oldest.text, str(late), _WRITE_NOW)
+        for path, obstacle in outbox.set_aside(self._database, self._store):
+            what = f"could not be written: the file of that name {obstacle.value}"
+            self._add("record-blocked", path.text, what, _UNBLOCK[obstacle])
         for path in freshness.unknown_to(self._database, self._store):
             self._add("unknown-record", path.text, "tells of what this registry never did", _OLD)
         for model, numbers in _versions(self._database):

@@ -46,12 +46,18 @@ def heal(database: Database, store: Store, report: CheckReport, *, who: str = ""
     healing = _Healing(database, store, who)
     healed: list[str] = []
     left: list[Finding] = []
+    healing.clear_the_way()
     while outbox.flush(database, store):
         pass
+    blocked = {path.text for path, _ in outbox.set_aside(database, store)}
     for finding in report.findings:
         if finding.subject in healed:
             continue
-        if healing.heal(finding):
+        if finding.code == "record-blocked":
+            is_well = finding.subject not in blocked
+        else:
+            is_well = healing.heal(finding)
+        if is_well:
             healed.append(finding.subject)
         else:
             left.append(finding)
@@ -68,6 +74,14 @@ class _Healing:
         self._database = database
         self._store = store
         self._who = who
+
+    def clear_the_way(self) -> None:
+        """Move what nobody can read out of the way of records and journal entries."""
+        for path, obstacle in outbox.set_aside(self._database, self._store):
+            if obstacle is outbox.Obstacle.UNREADABLE:
+                with suppress(FileMissing):
+                    self._set_aside(path)
+        self._database.write(outbox.try_again)
 
     def heal(self, finding: Finding) -> bool:
         """Whether what was found is well now."""

@@ -6,28 +6,34 @@ did not happen. Any process may write them out; each has a name of its own and i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import enum
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, delete, func, insert, select
+from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
-from weightyard.errors import Damaged, Refused
+from weightyard.errors import Damaged, FileMissing, Refused, Retryable
 from weightyard.logs import Log
 from weightyard.names import ModelName
 from weightyard.records import Version
 from weightyard.registry import history, schema
 from weightyard.registry.chores import small_files
-from weightyard.registry.database import Database
+from weightyard.registry.database import Database, now_ms
 from weightyard.registry.history import RECORD_FORMAT, RecordFile
 from weightyard.registry.rows import batches, clock, one_at_a_time
 from weightyard.storage import layout
 from weightyard.storage.store import Store, StorePath
-from weightyard.transfer.once import is_there, write_each_once
+from weightyard.transfer import once
+from weightyard.transfer.once import write_each_once
 
 _log = Log(__name__)
+
+_outbox = schema.outbox
+_IS_WAITING = _outbox.c.set_aside_ms.is_(None)
+_SET_ASIDE = select(_outbox.c.path, _outbox.c.content).where(~_IS_WAITING).order_by(_outbox.c.id)
 
 _REMOVED_AT_ONCE = 100
 
@@ -122,19 +128,44 @@ def _put(tx: Connection, files: Mapping[StorePath, Mapping[str, Any]]) -> None:
 
 
 def waiting(database: Database) -> int:
-    """How many entries are not in the store yet."""
-    count = database.read(lambda tx: tx.scalar(select(func.count()).select_from(schema.outbox)))
-    return int(count or 0)
+    """How many entries are not in the store yet, but will be."""
+    return database.read(_count_waiting)
+
+
+def _count_waiting(tx: Connection) -> int:
+    return tx.scalar(select(func.count()).select_from(_outbox).where(_IS_WAITING)) or 0
 
 
 def late(tx: Connection) -> Late | None:
     """Since when the oldest entry waits, if that is too long for what is written after a commit."""
-    row = tx.execute(select(schema.outbox).order_by(schema.outbox.c.id).limit(1)).one_or_none()
+    oldest = select(_outbox).where(_IS_WAITING).order_by(_outbox.c.id).limit(1)
+    row = tx.execute(oldest).one_or_none()
     waits_s = 0 if row is None else (clock(tx) - row.created_ms) // 1000
     if row is None or waits_s <= _LATE_S:
         return None
-    entries = tx.scalar(select(func.count()).select_from(schema.outbox)) or 0
-    return Late(StorePath(row.path), entries, waits_s)
+    return Late(StorePath(row.path), _count_waiting(tx), waits_s)
+
+
+class Obstacle(enum.Enum):
+    """What has the name of an entry that was set aside, as far as the entry is concerned."""
+
+    NONE = "is free again"
+    UNREADABLE = "cannot be read"
+    DIFFERENT = "tells something else"
+
+
+def set_aside(database: Database, store: Store) -> Iterator[tuple[StorePath, Obstacle]]:
+    """Entries that could not be written because another file has their name, and what it is now.
+
+    Raises what the store raises.
+    """
+    for row in database.read(lambda tx: tx.execute(_SET_ASIDE).all()):
+        yield StorePath(row.path), _obstacle(store, StorePath(row.path), row.content)
+
+
+def try_again(tx: Connection) -> None:
+    """Have entries that were set aside written with the others, if that is possible by now."""
+    tx.execute(update(_outbox).where(~_IS_WAITING).values(set_aside_ms=None))
 
 
 def newest(database: Database) -> int:
@@ -146,40 +177,77 @@ def flush(database: Database, store: Store, limit: int = 1000, up_to: int | None
     """Write what is waiting into the store, oldest first; returns how many entries.
 
     `up_to`: the id of the last one meant. Entries are removed here once they are there; two
-    processes doing this at once write the same files, and the second finds them there. Raises
-    Conflict if something else has the name of an entry, and what the store raises.
+    processes doing this at once write the same files, and the second finds them there. One whose
+    name another file has is set aside, and `check` tells of it; one whose file does not answer is
+    left for the next time. Neither holds up the others. Raises what the store raises.
     """
-    meant = select(schema.outbox).order_by(schema.outbox.c.id).limit(limit)
+    meant = select(_outbox).where(_IS_WAITING).order_by(_outbox.c.id).limit(limit)
     if up_to is not None:
-        meant = meant.where(schema.outbox.c.id <= up_to)
+        meant = meant.where(_outbox.c.id <= up_to)
     rows = database.read(lambda tx: tx.execute(meant).all())
     if not rows:
         return 0
+    met = _Met()
     with small_files(database, store, "outbox") as upload:
         for some in batches(rows, _REMOVED_AT_ONCE):
             files = {StorePath(row.path): row.content for row in some}
-            write_each_once(store, upload, files, is_same=_is_told)
-            done = delete(schema.outbox).where(schema.outbox.c.id.in_([row.id for row in some]))
-            database.write(partial(Connection.execute, statement=done))
+            write_each_once(store, upload, files, is_same=met.look)
+            database.write(partial(_settle, rows=some, met=met))
+    if met.silent:
+        raise next(iter(met.silent.values()))
     return len(rows)
 
 
-def _is_told(store: Store, path: StorePath, content: bytes) -> bool:
-    """Whether an entry is in the store, or another record of its version is.
+class _Met:
+    """What was found in the place of entries."""
+
+    def __init__(self) -> None:
+        self.obstacles: dict[str, Obstacle] = {}
+        self.silent: dict[str, Retryable] = {}
+
+    def look(self, store: Store, path: StorePath, content: bytes) -> bool:
+        """Note whether the file will do; either way the next entry is written."""
+        try:
+            obstacle = _obstacle(store, path, content, is_there=True)
+        except Retryable as why:
+            _log.warning("outbox.not_known", path=path, reason=why)
+            self.silent[path.text] = why
+        else:
+            if obstacle is not Obstacle.NONE:
+                _log.warning("outbox.set_aside", path=path, reason=obstacle.value)
+                self.obstacles[path.text] = obstacle
+        return True
+
+
+def _settle(tx: Connection, rows: Sequence[Row[Any]], met: _Met) -> None:
+    """Forget what is in the store, and set aside what cannot be."""
+    aside = [row.id for row in rows if row.path in met.obstacles]
+    tx.execute(update(_outbox).where(_outbox.c.id.in_(aside)).values(set_aside_ms=now_ms()))
+    left = met.obstacles.keys() | met.silent.keys()
+    done = [row.id for row in rows if row.path not in left]
+    tx.execute(delete(_outbox).where(_outbox.c.id.in_(done)))
+
+
+def _obstacle(store: Store, path: StorePath, content: bytes, *, is_there: bool = False) -> Obstacle:
+    """What keeps an entry from being told: not the entry itself, nor another record of its version.
 
     One that was lost is put here again as the version is by then, and two may do so at once. Any
     will do: the journal tells what changed of a version since it was published.
     """
-    if is_there(store, path, content):
-        return True
-    if history.record_of(path) is None:
-        return False
     try:
+        if once.is_there(store, path, content):
+            return Obstacle.NONE
+        if history.record_of(path) is None:
+            history.read_entry(store, path)
+            return Obstacle.DIFFERENT
         there = history.read_record(store, path).version
+    except FileMissing:
+        # It was there a moment ago, when the entry wanted its name: `check --heal` tries again.
+        return Obstacle.UNREADABLE if is_there else Obstacle.NONE
     except (Damaged, Refused):  # nobody can read it, so it tells nothing
-        return False
+        return Obstacle.UNREADABLE
     meant = msgspec.json.decode(content, type=RecordFile).version
-    is_one = all(there.get(name) == meant[name] for name in ("model", "number", "digest"))
-    if is_one:
-        _log.warning("outbox.record_there", path=path)
-    return is_one
+    if any(there.get(name) != meant[name] for name in ("model", "number", "digest")):
+        return Obstacle.DIFFERENT
+    _log.warning("outbox.record_there", path=path)
+    return Obstacle.NONE

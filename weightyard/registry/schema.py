@@ -348,6 +348,7 @@ outbox = Table(
     Column("path", Text, nullable=False),
     Column("content", LargeBinary, nullable=False),
     Column("created_ms", Millis, nullable=False),
+    Column("set_aside_ms", Millis),
 )
 
 tokens = Table(

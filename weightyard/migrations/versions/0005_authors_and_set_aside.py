@@ -1,4 +1,4 @@
-"""Who took a read lease"""
+"""Who took a read lease, and which entries of the outbox cannot be written"""
 
 from __future__ import annotations
 
@@ -15,3 +15,4 @@ def upgrade() -> None:
     # Of leases taken before nobody knows: they last as long as they were asked for, and whoever
     # cannot renew one any more takes another.
     op.add_column("read_leases", sa.Column("author", sa.Text(), nullable=True))
+    op.add_column("outbox", sa.Column("set_aside_ms", sa.BigInteger(), nullable=True))
