@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import json
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from typing import Annotated, Any, Literal
@@ -17,6 +18,8 @@ from weightyard.names import MAX_STEP
 
 MAX_LEVELS = 64
 """How deep lists and objects may nest that others wrote. pydantic writes out no more than 255."""
+_TOLD_LEVELS = 200
+"""How deep what is kept may nest to be told as it is, inside of whatever else is told."""
 
 
 class Record(BaseModel):
@@ -36,6 +39,21 @@ def nests_deeper(value: object, levels: int = MAX_LEVELS) -> bool:
         case _:
             return False
     return levels == 0 or any(nests_deeper(one, levels - 1) for one in inside)
+
+
+def tellable(kept: dict[str, Any]) -> dict[str, Any]:
+    """What was kept before its depth was bounded, in a form that can be told.
+
+    A value that nests too deeply to be written out becomes its JSON text.
+    """
+    if not nests_deeper(kept, _TOLD_LEVELS):
+        return kept
+    return {
+        key: json.dumps(value, ensure_ascii=False)
+        if nests_deeper(value, _TOLD_LEVELS - 1)
+        else value
+        for key, value in kept.items()
+    }
 
 
 def _require_shallow(value: dict[str, Any]) -> dict[str, Any]:
@@ -430,7 +448,7 @@ class Finding(Record):
     code: str = Field(
         description="Stable: missing, short, damaged, replica-damaged, unreachable, "
         "under-replicated, replication-low, block-missing, unknown-file, unknown-record, "
-        "record-missing, records-late",
+        "record-missing, records-late, record-blocked",
         examples=["damaged"],
     )
     subject: str = Field(description="A path below the store's root, or a version's ref")

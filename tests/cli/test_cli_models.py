@@ -38,6 +38,12 @@ def test_what_is_pushed_comes_back_bit_for_bit_by_its_alias(
     assert cli.json("show", BERT)["last_used"] is not None
 
 
+def test_show_speaks_of_the_namenode_only_where_there_is_one(cli: Cli, base: Path) -> None:
+    cli.ok("push", base, BERT)
+    assert "NameNode" not in cli.ok("show", BERT)
+    assert cli.json("show", BERT)["cost"]["namenode_objects"] > 0, "the keys stay"
+
+
 def test_a_second_push_of_the_same_sends_nothing(cli: Cli, base: Path) -> None:
     first = cli.json("push", base, BERT)
     again = cli.json("push", base, BERT)

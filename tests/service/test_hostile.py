@@ -14,11 +14,13 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from service_world import API, LIMIT_S, World, push_file
+from sqlalchemy import update
 from waiting import eventually
 
 from weightyard.errors import Refused
 from weightyard.names import Ref
 from weightyard.records import MAX_LEVELS
+from weightyard.registry import schema
 from weightyard.service import limits
 from weightyard.transfer.gather import parsed_config
 from weightyard.transfer.publish import checked_publication
@@ -237,6 +239,27 @@ def test_what_a_database_could_not_keep_is_refused(any_world: World) -> None:
     for said in UNKEEPABLE:
         answer = any_world.call("POST", "models/team/bert/uploads", content=said, headers=headers)
         assert answer.status_code in (400, 422), (said, answer.text)
+
+
+@pytest.mark.parametrize("levels", [MAX_LEVELS + 1, 300, 900])
+def test_metadata_from_before_its_depth_was_bounded_are_told_and_can_be_replaced(
+    any_world: World, levels: int
+) -> None:
+    world = any_world
+    push_file(world, "team/bert", "a", b"a")
+    kept = {"metadata": {**nested(levels), "b": [1]}, "structure": {"config": nested(levels)}}
+    world.registry.database.write(lambda tx: tx.execute(update(schema.versions).values(kept)))
+    version = "models/team/bert/versions/1"
+    for path in (version, "models/team/bert/versions", "models/team/bert/resolve/latest"):
+        assert world.call("GET", path).status_code == 200, path
+    told = world.call("GET", version).json()["metadata"]
+    assert told["b"] == [1]
+    text = "[" * (levels - 1) + "]" * (levels - 1)
+    assert told["a"] == (json.loads(text) if levels < 200 else text)
+    assert world.registry.check(world.store).is_clean
+    world.registry.flush_outbox(world.store)
+    changed = world.call("PATCH", version, json={"metadata": {"a": 1}})
+    assert changed.json()["metadata"] == {"a": 1}
 
 
 def nested(levels: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
     from weightyard.format.manifest import Manifest
     from weightyard.records import Cost, Version
+    from weightyard.yard import Yard
 
 _FEW = 20
 
@@ -47,6 +48,7 @@ def show(
         version = resolve(yard, ref)
         manifest = yard.manifest(version.ref)
         cost = yard.cost(version.ref)
+        on_hdfs = _is_on_hdfs(yard)
     result = {
         **version_json(version),
         "cost": cost.model_dump(mode="json"),
@@ -55,7 +57,16 @@ def show(
             **({"tensors": _tensors(manifest)} if tensors else {}),
         },
     }
-    session.show(result, lambda console: _show(console, version, cost, manifest, tensors))
+    session.show(result, lambda console: _show(console, version, cost, manifest, tensors, on_hdfs))
+
+
+def _is_on_hdfs(yard: Yard) -> bool:
+    """Whether there is a NameNode that has to remember what is stored."""
+    from weightyard.client.catalogue import HttpCatalogue
+
+    catalogue = yard.catalogue
+    url = catalogue.about().store if isinstance(catalogue, HttpCatalogue) else yard.store.url
+    return not url.startswith("file:")
 
 
 def _files(manifest: Manifest) -> list[dict[str, Any]]:
@@ -75,7 +86,12 @@ def _tensors(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def _show(
-    console: Console, version: Version, cost: Cost, manifest: Manifest, tensors: bool
+    console: Console,
+    version: Version,
+    cost: Cost,
+    manifest: Manifest,
+    tensors: bool,
+    on_hdfs: bool,
 ) -> None:
     from weightyard.cli.tables import facts, table
     from weightyard.cli.wording import count, size, when
@@ -83,6 +99,7 @@ def _show(
     console.print(version.ref, markup=False, style="bold")
     structure = version.structure
     parameters = structure.get("parameters")
+    objects = count(cost.namenode_objects, "object")
     facts(
         console,
         [
@@ -108,7 +125,7 @@ def _show(
             ("replication", str(version.replication or "")),
             ("policy", version.policy or ""),
             ("stored", f"{size(cost.stored_bytes)} in {count(cost.packs, 'pack')}"),
-            ("NameNode", f"{count(cost.namenode_objects, 'object')}, files and blocks"),
+            ("NameNode", f"{objects}, files and blocks" if on_hdfs else ""),
             ("with copies", size(cost.replicated_bytes)),
             ("only here", f"{size(cost.unique_bytes)}, {size(cost.unique_stored_bytes)} stored"),
             ("cold load", size(cost.cold_load_bytes)),

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, Row, Select, bindparam, delete, func, select,
 from weightyard.errors import Changed, Conflict, NoSuchThing, Protected, Refused
 from weightyard.logs import Log
 from weightyard.names import Digest, ModelName, Ref, Step
-from weightyard.records import Model, Retention, Version
+from weightyard.records import Model, Retention, Version, tellable
 from weightyard.registry import outbox, schema
 from weightyard.registry.database import now_ms
 from weightyard.registry.rows import clock, insert_missing, moment, record_event, some
@@ -286,8 +286,8 @@ def _as_version(row: Row[Any]) -> Version:
         step=row.step,
         metrics=row.metrics,
         tags=row.tags,
-        metadata=row.metadata,
-        structure=row.structure,
+        metadata=tellable(row.metadata),
+        structure=tellable(row.structure),
         aliases=tuple(sorted(row.aliases.split(","))) if row.aliases else (),
         files=row.files,
         tensors=row.tensors,
