@@ -24,7 +24,7 @@ from waiting import eventually
 
 from weightyard.format.block import MIB
 from weightyard.format.pack import PACK_HEADER
-from weightyard.storage.store import FileOptions, Stage, StagedFile, Store, StorePath
+from weightyard.storage.store import Again, FileOptions, Stage, StagedFile, Store, StorePath
 from weightyard.testing.faults import FaultyStore
 from weightyard.trainer.run import TrainRun
 from weightyard.trainer.staging import Staging
@@ -136,7 +136,7 @@ class _Halves(Stage):
     def __init__(self, stage: Stage, at: Callable[[str], None]) -> None:
         self._stage, self._at = stage, at
 
-    def write(self, data: Buffer) -> None:
+    def write(self, data: Buffer, again: Again | None = None) -> None:
         view = memoryview(data).cast("B")
         half = view.nbytes // 2
         self._stage.write(view[:half])

@@ -12,6 +12,7 @@ from weightyard.client.upload import HttpUpload
 from weightyard.errors import FileMissing, Unsupported
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.store import (
+    Again,
     FileOptions,
     FileStat,
     Location,
@@ -103,7 +104,7 @@ class _MemoryStage(Stage):
         self._staged = staged
         self._content: bytearray | None = bytearray()
 
-    def write(self, data: Buffer) -> None:
+    def write(self, data: Buffer, again: Again | None = None) -> None:
         assert self._content is not None
         self._content += memoryview(data).cast("B")
 

@@ -15,6 +15,7 @@ from weightyard.errors import DeadlineExceeded, Retryable, StaleLocation
 from weightyard.storage.cancel import Cancel, ended_by
 from weightyard.storage.deadline import NEVER, Deadline
 from weightyard.storage.store import (
+    Again,
     FileOptions,
     FileStat,
     Location,
@@ -282,9 +283,9 @@ class _LimitedStage(Stage):
         self._limit = limit
         self._rate = rate
 
-    def write(self, data: Buffer) -> None:
+    def write(self, data: Buffer, again: Again | None = None) -> None:
         with _moving(memoryview(data).nbytes, self._limit, self._rate):
-            self._stage.write(data)
+            self._stage.write(data, again)
 
     def close(self) -> StagedFile:
         return self._stage.close()

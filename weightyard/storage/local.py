@@ -28,6 +28,7 @@ from weightyard.storage import layout
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.store import (
+    Again,
     FileOptions,
     FileStat,
     Location,
@@ -215,7 +216,7 @@ class _LocalStage(Stage):
         self._file: int | None = file
         self._written = 0
 
-    def write(self, data: Buffer) -> None:
+    def write(self, data: Buffer, again: Again | None = None) -> None:
         rest = memoryview(data).cast("B")
         with _translated(self._path):
             while rest:

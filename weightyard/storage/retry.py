@@ -24,6 +24,7 @@ from weightyard.storage import layout
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.store import (
+    Again,
     FileOptions,
     FileStat,
     Location,
@@ -182,7 +183,7 @@ class RetryingStore(Store):
 
 
 class _ReplayingStage(Stage):
-    """Remembers what was written (the caller leaves it unchanged) and can write it again."""
+    """Remembers what was written, or how to have it once more, and can write it again."""
 
     def __init__(
         self, store: Store, retry: Retry, path: StorePath, options: FileOptions | None
@@ -191,13 +192,14 @@ class _ReplayingStage(Stage):
         self._retry = retry
         self._next_path = path
         self._options = options
-        self._written: list[Buffer] = []
+        self._written: list[Again] = []
         self._stage: Stage | None = None
         self._attempt("stage", lambda stage: None)
 
-    def write(self, data: Buffer) -> None:
-        self._attempt("write", lambda stage: stage.write(data))
-        self._written.append(data)
+    def write(self, data: Buffer, again: Again | None = None) -> None:
+        same: Again = again or (lambda: data)
+        self._attempt("write", lambda stage: stage.write(data, same))
+        self._written.append(same)
 
     def close(self) -> StagedFile:
         staged = self._attempt("close", lambda stage: stage.close())
@@ -229,6 +231,6 @@ class _ReplayingStage(Stage):
                 self._stage = self._store.stage(path, self._options)
             except AlreadyThere as why:
                 raise StoreUnavailable(f"staging name {path} is taken") from why
-            for data in self._written:
-                self._stage.write(data)
+            for again in self._written:
+                self._stage.write(again(), again)
         return self._stage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -56,6 +56,10 @@ class FileStat:
     """Copies asked for; 1 on a store without replication."""
     modified_s: float
     """By the store's clock, seconds since the epoch."""
+
+
+Again = Callable[[], Buffer]
+"""Gives bytes that were written before once more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,11 +150,12 @@ class Stage(ABC):
     """
 
     @abstractmethod
-    def write(self, data: Buffer) -> None:
+    def write(self, data: Buffer, again: Again | None = None) -> None:
         """Append bytes, which the caller leaves unchanged until close or abort.
 
-        So a wrapper can write them again without keeping a copy.
-        Raises StoreUnavailable, StoreFull.
+        So a wrapper can write them again without keeping a copy. With `again`, which gives the same
+        bytes once more, they are the caller's as soon as this returns: memory is used again while
+        the file is written. Raises StoreUnavailable, StoreFull, and what `again` raises.
         """
 
     @abstractmethod

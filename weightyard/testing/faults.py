@@ -12,6 +12,7 @@ from typing_extensions import Buffer
 from weightyard.errors import StoreUnavailable
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.store import (
+    Again,
     FileOptions,
     FileStat,
     Location,
@@ -131,8 +132,8 @@ class _FaultyStage(Stage):
         self._store = store
         self._stage = stage
 
-    def write(self, data: Buffer) -> None:
-        self._store.call("write", lambda: self._stage.write(data))
+    def write(self, data: Buffer, again: Again | None = None) -> None:
+        self._store.call("write", lambda: self._stage.write(data, again))
 
     def close(self) -> StagedFile:
         return self._store.call("close", self._stage.close)

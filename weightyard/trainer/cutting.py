@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 
 import msgspec
+import numpy as np
 import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
@@ -139,7 +140,9 @@ class TensorSource(Source):
         at = 0
         for run in _runs(tensor, offset // width, (offset + len(into)) // width):
             data = bytes_of(run.to("cpu").contiguous())
-            into[at : at + data.nbytes] = data
+            # Not memoryview's way, which lets no other thread of Python run meanwhile.
+            part = np.frombuffer(into[at : at + data.nbytes], np.uint8)
+            np.copyto(part, np.frombuffer(data, np.uint8))
             at += data.nbytes
 
     def view(self, offset: int, length: int) -> memoryview | None:

@@ -15,21 +15,21 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, islice
-from queue import Empty, SimpleQueue
 from typing import Literal, Protocol
 
 import numpy as np
 
 from weightyard import codec
-from weightyard.errors import Conflict
-from weightyard.format.block import MIB, Codec, block_id
-from weightyard.format.pack import PACK_HEADER, PACK_LIMIT_BYTES, PackBuilder, padding
+from weightyard.errors import Bug, Conflict
+from weightyard.format.block import MIB, Codec, Encoding, block_id
+from weightyard.format.pack import PACK_HEADER, PACK_LIMIT_BYTES, padding
 from weightyard.format.splitting import Piece, Split
-from weightyard.names import BlockId, PackId
+from weightyard.names import BlockId
 from weightyard.storage import layout
-from weightyard.storage.store import FileOptions, Stage, Store
+from weightyard.storage.store import Again, FileOptions, Stage, Store
 from weightyard.transfer.catalogue import Packing
 from weightyard.transfer.durable import require_replicas, was_counted
+from weightyard.transfer.filling import Filling, PackInWork, ReadyBlock
 from weightyard.transfer.memory import Buffers
 from weightyard.transfer.plan import Wanted
 from weightyard.transfer.source import Source, piece_view, read_piece
@@ -37,9 +37,6 @@ from weightyard.transfer.together import run_together
 
 _BATCH_PIECES = 1024
 """Claimed in one call, at most: at 16 MiB a block, one call for 16 GiB."""
-
-_LOOK_UP_S = 0.1
-"""How long a pack's writer waits for its next block before it looks whether to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +63,8 @@ class WriteOptions:
     threads: int = max(2, os.cpu_count() or 2)
     """For hashing and encoding."""
     lanes: int = 2
-    """Packs being written at once; each keeps its blocks in memory until it is closed.
+    """Packs being written at once. Each keeps deltas in memory until it is closed, other blocks
+    until they are written; these wait there, up to a pack of them while a lane has nothing to do.
 
     They lie in buffers up to four times as long as what is stored, mostly hardly longer.
     """
@@ -137,48 +135,6 @@ class NewBlock:
     """A block to make a delta of, held by the upload."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadyBlock:
-    """A block to be written, and the buffer it lies in, if any."""
-
-    encoded: codec.Encoded
-    buffer: memoryview | None = None
-
-
-class PackInWork:
-    """A pack that one thread fills and another one writes.
-
-    Call order: `add` while a block fits → `end`. Whoever iterates gets the blocks as they come, and
-    no more of them once `stop` is set.
-    """
-
-    def __init__(self, pack_bytes: int, stop: threading.Event) -> None:
-        self.layout = PackBuilder(PackId.new(), pack_bytes)
-        self._stop = stop
-        self._blocks: SimpleQueue[ReadyBlock | None] = SimpleQueue()
-
-    def fits(self, block: ReadyBlock) -> bool:
-        return self.layout.fits(block.encoded.encoding)
-
-    def add(self, block: ReadyBlock) -> None:
-        """Raises TooLarge if it does not fit."""
-        self.layout.add(block.encoded.encoding)
-        self._blocks.put(block)
-
-    def end(self) -> None:
-        self._blocks.put(None)
-
-    def __iter__(self) -> Iterator[ReadyBlock]:
-        while not self._stop.is_set():
-            try:
-                block = self._blocks.get(timeout=_LOOK_UP_S)
-            except Empty:
-                continue
-            if block is None:
-                return
-            yield block
-
-
 class Writer:
     """Writes under one upload. Its `report` grows with every call of `write`.
 
@@ -222,7 +178,13 @@ class Writer:
         stop = threading.Event()
         with ThreadPoolExecutor(self._options.threads, "weightyard-encode") as workers:
             ready = self._encoded(self._new_blocks(cuts, ids, workers), workers)
-            packs = self._filled(ready, stop)
+            filling = Filling(
+                sum(cut.piece.raw_bytes for cut in cuts),
+                pack_bytes=self._options.pack_bytes,
+                lanes=self._options.lanes,
+                stop=stop,
+            )
+            packs = (partial(self._write_pack, pack, stop) for pack in filling.packs(ready))
             run_together(self._options.lanes, "weightyard-write", packs, stop)
         rest = iter(ids)
         return [list(islice(rest, len(content.split.pieces))) for content in contents]
@@ -317,24 +279,41 @@ class Writer:
         self._count(whole_bytes=whole.stored_bytes)
         used, unused = (raw, room) if whole.encoding.codec is Codec.RAW else (room, raw)
         self._buffers.give(unused)
-        return [self._ready(whole, used), *([delta] if delta is not None else [])]
+        again = partial(self._stored_again, block.cut, hint, whole.encoding)
+        is_kept = used is block.cut.into  # by someone else, whether it is written or not
+        ready = ReadyBlock(whole) if is_kept else self._ready(whole, used, again)
+        return [ready, *([delta] if delta is not None else [])]
+
+    def _stored_again(self, cut: Cut, hint: Codec, encoding: Encoding) -> memoryview:
+        """What was stored of a block before. Raises Conflict if its source has changed."""
+        raw = cut.into
+        if raw is None:
+            raw = np.empty(cut.piece.raw_bytes, np.uint8).data
+            read_piece(cut.piece, cut.sources, raw)
+        _require_same(encoding.block, raw)
+        again = codec.encode(raw, hint=hint, block=encoding.block)
+        if again.encoding != encoding:
+            raise Bug(f"block {encoding.block}: encoded twice it is not the same")
+        return again.stored
 
     def _room(self, raw: memoryview, hint: Codec) -> memoryview:
         return self._buffers.take(0 if hint is Codec.RAW else codec.room_for(raw.nbytes, hint))
 
-    def _ready(self, encoded: codec.Encoded, buffer: memoryview) -> ReadyBlock:
+    def _ready(
+        self, encoded: codec.Encoded, buffer: memoryview, again: Again | None = None
+    ) -> ReadyBlock:
         """A block to be written, moved out of a buffer that is much too long for it.
 
-        What is stored in a pack is bounded, and its buffers are kept until it is closed: those of
+        What is stored in a pack is bounded, and buffers may be kept until it is closed: those of
         blocks that shrink to nothing would be as long as the blocks were.
         """
         stored = encoded.stored
         if 2 * stored.nbytes >= buffer.nbytes:
-            return ReadyBlock(encoded, buffer)
+            return ReadyBlock(encoded, buffer, again)
         short = self._buffers.take(stored.nbytes)
         np.copyto(np.frombuffer(short, np.uint8), np.frombuffer(stored, np.uint8))
         self._buffers.give(buffer)
-        return ReadyBlock(replace(encoded, stored=short), short)
+        return ReadyBlock(replace(encoded, stored=short), short, again)
 
     def _delta(
         self, block: BlockId, base: BlockId, raw: memoryview, hint: Codec
@@ -364,28 +343,8 @@ class Writer:
     def _read_again(self, block: NewBlock) -> memoryview:
         """Raises Conflict if it is not what was hashed."""
         raw = block.cut.read(self._buffers)
-        if block_id(raw) != block.id:
-            raise Conflict(f"block {block.id} changed while it was read: push it again")
+        _require_same(block.id, raw)
         return raw
-
-    def _filled(
-        self, blocks: Iterable[ReadyBlock], stop: threading.Event
-    ) -> Iterator[Callable[[], None]]:
-        """The writing of each pack, to be begun while its blocks still come."""
-        pack: PackInWork | None = None
-        for block in blocks:
-            if stop.is_set():
-                return
-            if pack is not None and pack.fits(block):
-                pack.add(block)
-                continue
-            if pack is not None:
-                pack.end()
-            pack = PackInWork(self._options.pack_bytes, stop)
-            pack.add(block)
-            yield partial(self._write_pack, pack, stop)
-        if pack is not None:
-            pack.end()
 
     def _write_pack(self, pack: PackInWork, stop: threading.Event) -> None:
         id = pack.layout.pack
@@ -397,13 +356,18 @@ class Writer:
         ) as stage:
             stage.write(PACK_HEADER)
             for block in pack:
-                _write_block(stage, block.encoded)
-                buffers.append(block.buffer)
+                _write_block(stage, block)
+                if block.again is None:
+                    buffers.append(block.buffer)
+                else:
+                    self._buffers.give(block.buffer)
+                pack.written(block)
             if stop.is_set():
                 return
             stage.write(pack.layout.finish())
             staged = stage.close()
             self._store.publish(staged, path)
+        pack.is_closed = True
         for buffer in buffers:
             self._buffers.give(buffer)
         options = self._options
@@ -433,7 +397,14 @@ def _within(limit_bytes: int, cuts: Sequence[Cut]) -> Sequence[Cut]:
     return cuts[: max(1, sum(end <= limit_bytes for end in ends))]
 
 
-def _write_block(stage: Stage, block: codec.Encoded) -> None:
-    stage.write(block.stored)
-    if pad := padding(block.stored.nbytes):
+def _require_same(block: BlockId, raw: memoryview) -> None:
+    """Raises Conflict if these bytes are not those that were hashed."""
+    if block_id(raw) != block:
+        raise Conflict(f"block {block} changed while it was read: push it again")
+
+
+def _write_block(stage: Stage, block: ReadyBlock) -> None:
+    stored = block.encoded.stored
+    stage.write(stored, block.again)
+    if pad := padding(stored.nbytes):
         stage.write(pad)

@@ -36,6 +36,7 @@ from weightyard.storage.hdfs.namenode import Locator, NameNode
 from weightyard.storage.hdfs.native import Namespace, Writing
 from weightyard.storage.hdfs.reading import Reading
 from weightyard.storage.store import (
+    Again,
     FileOptions,
     FileStat,
     Location,
@@ -279,7 +280,7 @@ class _HdfsStage(Stage):
         self._spread = spread
         self._replicas: int | None = None
 
-    def write(self, data: Buffer) -> None:
+    def write(self, data: Buffer, again: Again | None = None) -> None:
         self._writing.write(data)
 
     def close(self) -> StagedFile:
