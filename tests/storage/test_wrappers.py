@@ -96,6 +96,24 @@ def test_publishing_survives_a_failure_at_any_single_call(tmp_path: Path, fault:
 
 
 @pytest.mark.parametrize("fault", Fault)
+def test_what_is_written_again_is_what_was_meant_though_its_memory_was_used_for_more(
+    tmp_path: Path, fault: Fault
+) -> None:
+    for index in range(1, 7):
+        root = tmp_path / f"{fault.value}-{index}"
+        faulty = FaultyStore(LocalStore(root), {index: fault})
+        faulty.init()
+        pack, memory = PackId.new(), bytearray(1000)
+        store = RetryingStore(faulty, QUICK)
+        with store.stage(layout.staging(UploadId.new(), pack.hex)) as stage_:
+            for i in range(3):
+                memory[:] = bytes([i]) * 1000
+                stage_.write(memory, lambda i=i: bytes([i]) * 1000)  # type: ignore[misc]
+            store.publish(stage_.close(), layout.pack(pack))
+        assert get(LocalStore(root), layout.pack(pack)) == EXPECTED
+
+
+@pytest.mark.parametrize("fault", Fault)
 def test_publishing_survives_failures_at_any_two_calls(tmp_path: Path, fault: Fault) -> None:
     for first, second in itertools.combinations(range(1, 9), 2):
         root = tmp_path / f"{first}-{second}"

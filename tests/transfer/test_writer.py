@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Literal
 
 import numpy as np
@@ -19,6 +20,7 @@ from begun import begun, left
 from strategies import content
 from waiting import SOON_S, eventually
 
+from weightyard import codec
 from weightyard.errors import (
     AlreadyThere,
     Conflict,
@@ -28,16 +30,18 @@ from weightyard.errors import (
     StoreUnavailable,
     YardError,
 )
-from weightyard.format.block import MIB, block_id
+from weightyard.format.block import MIB, Codec, block_id
 from weightyard.format.dtypes import DType
 from weightyard.format.pack import Placement
 from weightyard.format.splitting import StateTensor, split_state
 from weightyard.names import BlockId, PackId, UploadId
 from weightyard.storage.local import LocalStore
+from weightyard.storage.retry import Retry, RetryingStore
 from weightyard.storage.store import Store
 from weightyard.testing.faults import Fault, FaultyStore
 from weightyard.transfer import alive
 from weightyard.transfer.catalogue import MemoryCatalogue, Packing
+from weightyard.transfer.filling import AHEAD_BYTES, Filling, PackInWork, ReadyBlock
 from weightyard.transfer.memory import Buffers
 from weightyard.transfer.plan import Wanted
 from weightyard.transfer.reader import Reader
@@ -46,6 +50,7 @@ from weightyard.transfer.together import run_together
 from weightyard.transfer.writer import Content, WriteOptions, Writer
 
 RAW_BYTES = MIB
+QUICK = Retry(deadline_s=5, first_wait_s=0.001, longest_wait_s=0.01)
 FOUR = WriteOptions(kept_bytes=4 * RAW_BYTES)
 """So many new pieces are claimed at once."""
 
@@ -367,6 +372,69 @@ def test_a_source_that_fails_ends_the_packs_being_written(store: Store) -> None:
     assert threads
     assert left(threads) == []
     assert not catalogue.packs
+
+
+@pytest.mark.parametrize("kind", ["weights", "noise"])
+def test_a_pack_is_written_again_though_the_memory_of_its_blocks_was_used_for_others(
+    store: Store, kind: str
+) -> None:
+    catalogue, raws = MemoryCatalogue(), data(24, kind)
+    sources = [Elsewhere(raw) for raw in raws]
+    options = WriteOptions(pack_bytes=32 * MIB, kept_bytes=2 * MIB, threads=1)
+    failing = FaultyStore(store, on_call=_fail_once("close"))
+    writer = Writer(RetryingStore(failing, QUICK), catalogue.upload(), options)
+    (blocks,) = writer.write(contents(sources))
+    assert {source.reads for source in sources} == {2}
+    assert writer.report.packs_written == 1
+    assert read_back(store, catalogue, blocks) == raws
+
+
+def test_a_source_that_changed_before_its_pack_was_written_again_is_refused(store: Store) -> None:
+    catalogue, raws = MemoryCatalogue(), data(4)
+    sources = [*(Elsewhere(raw) for raw in raws[:3]), Elsewhere(raws[3], later=raws[0])]
+    failing = FaultyStore(store, on_call=_fail_once("close"))
+    with pytest.raises(Conflict, match="changed while it was read"):
+        Writer(RetryingStore(failing, QUICK), catalogue.upload()).write(contents(sources))
+    assert not catalogue.packs
+
+
+def _fail_once(name: str) -> Callable[[int, str], None]:
+    failed = threading.Event()
+
+    def on_call(index: int, call: str) -> None:
+        if call == name and not failed.is_set():
+            failed.set()
+            raise StoreUnavailable("for a moment")
+
+    return on_call
+
+
+def test_little_is_encoded_before_what_is_there_is_written(store: Store) -> None:
+    size = 8 * MIB
+    raw = np.random.default_rng(1).integers(0, 256, size, np.uint8).data
+    block = ReadyBlock(codec.encode(raw, hint=Codec.RAW), raw, lambda: raw)
+    most = AHEAD_BYTES // size + 1
+    taken = 0
+
+    def encoded() -> Iterator[ReadyBlock]:
+        nonlocal taken
+        for _ in range(3 * most):
+            taken += 1
+            assert taken - written <= most
+            yield block
+
+    written, stop = 0, threading.Event()
+    filling = Filling(3 * most * size, pack_bytes=1024 * MIB, lanes=2, stop=stop)
+    packs: SimpleQueue[PackInWork] = SimpleQueue()
+    filler = threading.Thread(target=lambda: [packs.put(one) for one in filling.packs(encoded())])
+    filler.start()
+    pack = packs.get(timeout=SOON_S)
+    eventually(lambda: taken == most)
+    for one in pack:
+        written += 1
+        pack.written(one)
+    filler.join(SOON_S)
+    assert written == 3 * most
 
 
 def test_the_report_says_what_deltas_would_take_whole(store: Store) -> None:

@@ -121,6 +121,15 @@ class StoreContract:
         with pytest.raises(FileMissing):
             ready.publish(never, layout.pack(PackId.new()))
 
+    def test_bytes_that_can_be_had_again_are_the_callers_once_written(self, ready: Store) -> None:
+        path, memory = layout.pack(PackId.new()), bytearray(_BYTES)
+        with ready.stage(layout.staging(UploadId.new(), "p")) as stage_:
+            stage_.write(memory, lambda: _BYTES)
+            memory[:] = bytes(len(memory))
+            stage_.write(memory, lambda: bytes(len(_BYTES)))
+            ready.publish(stage_.close(), path)
+        assert get(ready, path) == _BYTES + bytes(len(_BYTES))
+
     def test_an_aborted_stage_leaves_nothing(self, ready: Store) -> None:
         upload = UploadId.new()
         with ready.stage(layout.staging(upload, "p")) as stage_:
