@@ -84,8 +84,6 @@ _T = TypeVar("_T")
 
 LEASE_S = 900.0
 """How long an upload lives without a sign of life."""
-_NOTING_S = 2.0
-"""How long a use may wait for others who write, before it is not noted."""
 
 _NOTING_S = 2.0
 """How long a load waits for others who write, to note that it uses a version."""
