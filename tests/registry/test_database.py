@@ -52,6 +52,23 @@ def test_a_wrong_statement_is_a_bug_and_not_tried_again(database: Database, stat
     assert len(tried) == 2
 
 
+def test_a_ref_is_resolved_by_one_statement_and_no_transaction(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    pushed = push(registry, store, noise(1, 100), alias="prod")
+    seen: list[str] = []
+    event.listen(
+        database.engine,
+        "before_cursor_execute",
+        lambda connection, cursor, statement, *rest: seen.append(statement.partition(" ")[0]),
+    )
+    for ref in ("team/bert", "team/bert@v1", "team/bert@prod"):
+        seen.clear()
+        assert registry.resolve(Ref.parse(ref)) == pushed
+        assert seen == ["SELECT"]
+    assert database.engine.pool.checkedout() == 0  # type: ignore[attr-defined]
+
+
 def test_a_broken_rule_of_the_schema_is_a_bug(database: Database) -> None:
     database.write(lambda tx: tx.execute(QUOTA))
     with pytest.raises(Bug):

@@ -21,7 +21,7 @@ from weightyard.loader.origin import Destination, Origin
 from weightyard.loader.placing import settled
 from weightyard.loader.plan import Fetch, TensorPlan
 from weightyard.loader.report import LoadReport, Tally
-from weightyard.loader.slicing import Region, Steps, whole_region
+from weightyard.loader.slicing import Region, Steps
 from weightyard.loader.snapshot import Snapshot
 from weightyard.loader.state import bytes_of, torch_dtype
 from weightyard.loader.stored import placer_for
@@ -85,7 +85,8 @@ class SnapshotOrigin(Origin):
         dtype = asked.torch_dtype
         for plan in plans:
             target = to.targets.get(plan.name)
-            is_copied = target is not None or result_dtype(plan, dtype) != torch_dtype(plan.dtype)
+            is_cast = dtype is not None and result_dtype(plan, dtype) != torch_dtype(plan.dtype)
+            is_copied = target is not None or is_cast
             tensor = self._wanted(plan, is_copied=is_copied)
             yield plan, settled(tensor, target, dtype, self.tally)
 
@@ -141,7 +142,7 @@ class SnapshotOrigin(Origin):
         `is_copied`: the caller makes one, so that a view of what is mapped will do.
         """
         tensor = self._found(plan, self._mapped[self._path(plan.file)])
-        if plan.region != whole_region(tensor.shape):
+        if not plan.is_whole or tensor.shape != plan.shape:
             with self.tally.stage("place"):
                 tensor = picked(tensor, plan.region, is_copied=is_copied)
         if tuple(tensor.shape) != plan.shape:  # such a file was changed, and is not verified yet

@@ -18,7 +18,7 @@ from weightyard.format.safetensors import (
     parse_header,
 )
 from weightyard.loader.recent import Recent
-from weightyard.loader.state import bytes_of, torch_dtype
+from weightyard.loader.state import torch_dtype
 
 if TYPE_CHECKING:
     import torch
@@ -59,7 +59,7 @@ class MappedFile:
             assert isinstance(storage, torch.UntypedStorage)
         except (OSError, RuntimeError) as why:
             raise _damaged(file, why) from why
-        self._pages = bytes_of(torch.empty(0, dtype=torch.uint8).set_(storage))
+        self._pages = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data
         state = _FileState(
             seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, product
 from operator import mul
 
@@ -50,9 +51,9 @@ class Fetch:
         return Fetch(tuple(cut(self.extents, start, length)), length, self.goes + start)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class TensorPlan:
-    """A tensor to make."""
+    """A tensor to make. Plans are kept from load to load, and so is what is worked out of one."""
 
     names: tuple[str, ...]
     """Its own, then those of tensors tied to it."""
@@ -69,10 +70,15 @@ class TensorPlan:
     def name(self) -> str:
         return self.names[0]
 
-    @property
+    @cached_property
     def bytes(self) -> int:
         """Of its memory."""
         return nbytes(self.dtype, self.shape)
+
+    @cached_property
+    def is_whole(self) -> bool:
+        """Whether all of a tensor of its shape is wanted, as it is stored."""
+        return self.region == whole_region(self.shape)
 
     @property
     def is_picked(self) -> bool:

@@ -121,7 +121,7 @@ class Registry(Closing):
         return self.database.read(lambda tx: uploads.find_placements(tx, blocks, reading))
 
     def resolve(self, ref: Ref) -> Version:
-        return self.database.read(lambda tx: versions.resolve(tx, ref))
+        return self.database.ask(lambda tx: versions.resolve(tx, ref))
 
     def resolve_readable(self, name: ModelName, number: int) -> Version:
         """A version that is there, or was removed while a reader holds it. Raises NoSuchThing."""

@@ -6,7 +6,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy import Connection, Row, Select, bindparam, delete, func, select, tuple_, update
+from sqlalchemy import (
+    Connection,
+    Row,
+    Select,
+    bindparam,
+    delete,
+    func,
+    literal_column,
+    select,
+    tuple_,
+    update,
+)
 
 from weightyard.errors import Changed, Conflict, NoSuchThing, Protected, Refused
 from weightyard.logs import Log
@@ -148,8 +159,9 @@ def _steps(tx: Connection, latest: Mapping[int, int]) -> dict[int, int]:
     return {row.model_id: row.step for row in tx.execute(wanted)} if latest else {}
 
 
+_COMMA: Any = literal_column("','")  # a string would be put into the statement anew every time
 _ALIASES = (
-    select(func.aggregate_strings(_a.c.alias, ","))
+    select(func.aggregate_strings(_a.c.alias, _COMMA))
     .where(_a.c.version_id == _v.c.id)
     .scalar_subquery()
     .label("aliases")
