@@ -13,6 +13,7 @@ from torch import nn
 
 from weightyard.errors import DoesNotFit, Refused, StoreUnavailable
 from weightyard.format.block import MIB
+from weightyard.loader import in_packs
 from weightyard.yard import Yard
 
 
@@ -200,7 +201,11 @@ def _failing(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> None:
             raise StoreUnavailable("injected")
         return read(store, location, reads, **options)
 
+    def not_mapped(memory: memoryview) -> None:
+        raise OSError("injected")
+
     monkeypatch.setattr(type(yard.store), "read", failing)
+    monkeypatch.setattr(in_packs, "have_at_hand", not_mapped)
 
 
 @pytest.mark.parametrize("dtype", [None, "float32"])

@@ -21,6 +21,7 @@ from weightyard.loader.converting import converted, widening
 from weightyard.loader.decoding_ring import DecodingRing
 from weightyard.loader.delivering import deliver, wait_for
 from weightyard.loader.filling import Filled, Read, fill
+from weightyard.loader.in_packs import checked, chunks_of
 from weightyard.loader.leases import held
 from weightyard.loader.loaded import Loaded
 from weightyard.loader.origin import Destination, Origin
@@ -35,6 +36,7 @@ from weightyard.names import BlockId
 from weightyard.records import Version
 from weightyard.settings import Settings
 from weightyard.storage.cancel import Cancel
+from weightyard.storage.local import LocalStore
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import Catalogue, Placements
 from weightyard.transfer.plan import GAP_BYTES, Wanted, wanted_of
@@ -93,6 +95,50 @@ class StoreOrigin(Origin):
     def tensors(
         self, plans: Sequence[TensorPlan], asked: Asked, to: Destination
     ) -> Iterator[tuple[TensorPlan, torch.Tensor]]:
+        # Who has a limit for reading, or wants blocks proved, or tensors in order, gets a copy.
+        is_here = to.device.type == "cpu" and isinstance(self.store, LocalStore)
+        if is_here and asked.verify == "fast" and to.ahead_bytes is None:
+            return self._mapped_or_read(plans, asked, to)
+        return self._read(plans, asked, to)
+
+    def _mapped_or_read(
+        self, plans: Sequence[TensorPlan], asked: Asked, to: Destination
+    ) -> Iterator[tuple[TensorPlan, torch.Tensor]]:
+        """Out of packs of this host: what lies there as it is wanted is not copied."""
+        assert isinstance(self.store, LocalStore)
+        with self.tally.stage("plan"):
+            fetches = (fetch for plan in plans for fetch in plan.fetches)
+            blocks = self.blocks_of(extent for one in fetches for extent in one.extents)
+            placements = Foreseen(self.catalogue, [block.id for block in blocks])
+            copied = converted_for(plans, asked, to) | _targets(plans, to).keys()
+            lying = [
+                (plan, chunks_of(plan, self.manifest.blocks, placements.known))
+                for number, plan in enumerate(plans)
+                if number not in copied
+            ]
+        mapped: dict[str, torch.Tensor] = {}
+        with self.tally.stage("read"), closing(checked(self.store, lying)) as found:
+            for plan, tensor, report in found:
+                self.tally.read(report)
+                mapped[plan.name] = tensor
+                if asked.progress is not None:
+                    asked.progress(plan.bytes)
+                asked.deadline.left("loading")
+        left = [plan for plan in plans if plan.name not in mapped]
+        for plan in plans:
+            if plan.name in mapped:
+                self.tally.delivered(len(plan.names), plan.bytes)
+                yield plan, self._noted(plan, mapped.pop(plan.name))
+        if left:
+            yield from self._read(left, asked, to, placements)
+
+    def _read(
+        self,
+        plans: Sequence[TensorPlan],
+        asked: Asked,
+        to: Destination,
+        placements: Foreseen | None = None,
+    ) -> Iterator[tuple[TensorPlan, torch.Tensor]]:
         placer = placer_for(plans, asked, to, self.tally)
         beside = converted_for(plans, asked, to)
         ahead = asked.budget.ahead_bytes(to.ahead_bytes)
@@ -108,7 +154,12 @@ class StoreOrigin(Origin):
             batches = all_at_once(plans, batch_bytes, block_bytes, beside)
         else:
             batches = one_by_one(plans, batch_bytes, block_bytes)
-        return self.place_all(plans, asked, batches, placer, ahead)
+        return self.place_all(plans, asked, batches, placer, ahead, placements)
+
+    def blocks_of(self, extents: Iterable[Extent]) -> list[BlockEntry]:
+        """The blocks in which these lie, each once."""
+        numbers = {extent.block for extent in extents}
+        return [self.manifest.blocks[number] for number in sorted(numbers)]
 
     def reader(
         self,
@@ -143,9 +194,10 @@ class StoreOrigin(Origin):
         batches: Iterable[Batch],
         placer: Placer,
         ahead_bytes: int,
+        placements: Foreseen | None = None,
     ) -> Iterator[tuple[TensorPlan, torch.Tensor]]:
         """Read batches, at most so many bytes ahead of the caller."""
-        loading = _Loading(self, plans, asked, placer)
+        loading = _Loading(self, plans, asked, placer, placements)
         placed = deliver(
             batches,
             placer,
@@ -212,16 +264,18 @@ class Reading:
         asked: Asked,
         extents: Iterable[Extent],
         gap_bytes: int = GAP_BYTES,
+        placements: Foreseen | None = None,
     ) -> None:
-        """`extents`: what is going to be read; `gap_bytes`: as of a Reader."""
+        """`extents`: what is going to be read; `gap_bytes`: as of a Reader; `placements`: of what
+        these extents lie in, if that was asked already."""
         self.stop = Cancel()
         self._origin = origin
         self._asked = asked
-        numbers = {extent.block for extent in extents}
-        blocks = [origin.manifest.blocks[number] for number in sorted(numbers)]
+        blocks = origin.blocks_of(extents)
         self._sizes = {block.id: block.raw_bytes for block in blocks}
-        with origin.tally.stage("plan"):
-            placements = Foreseen(origin.catalogue, list(self._sizes))
+        if placements is None:
+            with origin.tally.stage("plan"):
+                placements = Foreseen(origin.catalogue, list(self._sizes))
         self._reader = origin.reader(placements, gap_bytes, asked.budget)
         self._deltas = only_deltas(placements.known) if asked.device_decode else {}
         self._reader_of_differences = origin.reader(
@@ -294,10 +348,16 @@ class _Loading(Reading):
     """What the threads of one load share."""
 
     def __init__(
-        self, origin: StoreOrigin, plans: Sequence[TensorPlan], asked: Asked, placer: Placer
+        self,
+        origin: StoreOrigin,
+        plans: Sequence[TensorPlan],
+        asked: Asked,
+        placer: Placer,
+        placements: Foreseen | None,
     ) -> None:
         fetches = (fetch for plan in plans for fetch in plan.fetches)
-        super().__init__(origin, asked, (extent for one in fetches for extent in one.extents))
+        extents = (extent for one in fetches for extent in one.extents)
+        super().__init__(origin, asked, extents, placements=placements)
         self._placer = placer
 
     def fill_batch(self, batch: Batch) -> None:

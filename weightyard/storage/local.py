@@ -46,7 +46,8 @@ from weightyard.storage.store import (
 
 _log = Log(__name__)
 
-_HERE = Replica(datanode="localhost", host="localhost")
+HERE = Replica(datanode="localhost", host="localhost")
+"""The one copy of what lies in a folder."""
 
 _BY_ERRNO: dict[int, type[YardError]] = {
     errno.ENOENT: FileMissing,
@@ -132,7 +133,7 @@ class LocalStore(Store):
 
     def locate(self, path: StorePath) -> Location:
         length = self.stat(path).length
-        return Location(path, length, (Span(0, length, (_HERE,)),) if length else ())
+        return Location(path, length, (Span(0, length, (HERE,)),) if length else ())
 
     def read(
         self,
@@ -151,7 +152,7 @@ class LocalStore(Store):
                     _fill(file, wanted, location, deadline)
             finally:
                 os.close(file)
-        return Served(ReadPath.LOCAL, _HERE)
+        return Served(ReadPath.LOCAL, HERE)
 
     def delete(self, path: StorePath) -> bool:
         target = self._at(path)

@@ -1,0 +1,178 @@
+"""Tensors that lie in packs of this host as they are: mapped there and checked, not copied."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from weightyard import codec
+from weightyard.errors import BlockCorrupt
+from weightyard.format.block import CHUNK_BYTES, Codec
+from weightyard.format.manifest import BlockEntry, Extent
+from weightyard.format.pack import Placement
+from weightyard.loader.plan import TensorPlan
+from weightyard.loader.state import torch_dtype
+from weightyard.logs import Log
+from weightyard.names import BlockId, PackId
+from weightyard.storage import layout
+from weightyard.storage.local import HERE, LocalStore
+from weightyard.storage.stitched import FileRun, can_stitch, have_at_hand, stitched
+from weightyard.storage.store import ReadPath
+from weightyard.transfer.decoding import cores
+from weightyard.transfer.replicas import Distance
+from weightyard.transfer.report import ReadReport
+
+if TYPE_CHECKING:
+    import torch
+
+_log = Log(__name__)
+
+LEAST_BYTES = CHUNK_BYTES
+"""Shorter ones are copied: a process may have only so many mappings, 65530 unless it is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Chunks of a raw block: as they are stored they are what is wanted."""
+
+    placement: Placement
+    first: int
+    last: int
+
+    @property
+    def pack(self) -> PackId:
+        return self.placement.pack
+
+    @property
+    def start(self) -> int:
+        """Where they begin in the pack."""
+        return self.placement.offset + self.first * CHUNK_BYTES
+
+    @property
+    def length(self) -> int:
+        return self.placement.encoding.raw_span(self.first, self.last)[1]
+
+
+def chunks_of(
+    plan: TensorPlan,
+    blocks: Sequence[BlockEntry],
+    placements: Mapping[BlockId, Sequence[Placement]],
+) -> tuple[Chunks, ...]:
+    """The chunks that make up a tensor, one after the other; none if it is not made so. Pure.
+
+    Chunks are what can be checked, so those of which it has a part only will not do.
+    """
+    if len(plan.fetches) != 1 or plan.is_picked or plan.bytes < LEAST_BYTES:
+        return ()
+    found = []
+    for extent in plan.fetches[0].extents:
+        entry = blocks[extent.block]
+        raw = [one for one in placements.get(entry.id, ()) if _is_raw(one)]
+        if not raw or not _is_of_chunks(extent, entry):
+            return ()
+        end = extent.offset + extent.length
+        found.append(Chunks(raw[0], extent.offset // CHUNK_BYTES, -(-end // CHUNK_BYTES)))
+    return tuple(found)
+
+
+def _is_raw(placement: Placement) -> bool:
+    return placement.encoding.codec is Codec.RAW and placement.encoding.base is None
+
+
+def _is_of_chunks(extent: Extent, block: BlockEntry) -> bool:
+    end = extent.offset + extent.length
+    return not extent.offset % CHUNK_BYTES and (not end % CHUNK_BYTES or end == block.raw_bytes)
+
+
+def checked(
+    store: LocalStore, wanted: Iterable[tuple[TensorPlan, Sequence[Chunks]]]
+) -> Generator[tuple[TensorPlan, torch.Tensor, ReadReport]]:
+    """Tensors, mapped, and what it took to check every chunk where it lies.
+
+    Left out are those that have no chunks, cannot be mapped, or are not what they should be: who
+    reads those will look elsewhere, or say what is wrong. When the iterator ends or is closed no
+    thread is left.
+    """
+    pool = ThreadPoolExecutor(cores(), "weightyard-check")
+    try:
+        begun = [
+            (plan, memory, [pool.submit(_check, *one) for one in _parts(chunks, memory)])
+            for plan, chunks in wanted
+            if (memory := _mapped(store, plan, chunks)) is not None
+        ]
+        for plan, memory, checks in begun:
+            try:
+                report = _reported(plan, checks)
+            except (BlockCorrupt, OSError) as why:
+                _log.info("load.not_mapped", tensor=plan.name, reason=why)
+            else:
+                yield plan, _tensor(plan, memory), report
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+def _mapped(store: LocalStore, plan: TensorPlan, chunks: Sequence[Chunks]) -> memoryview | None:
+    runs = _runs(store, chunks)
+    if not runs or not can_stitch(runs):
+        return None
+    try:
+        return stitched(runs)
+    except OSError as why:
+        _log.info("load.not_mapped", tensor=plan.name, reason=why)
+        return None
+
+
+def _tensor(plan: TensorPlan, memory: memoryview) -> torch.Tensor:
+    """Keeps its memory mapped for as long as it lives."""
+    import torch
+
+    return torch.frombuffer(memory, dtype=torch_dtype(plan.dtype)).view(plan.shape)
+
+
+def _reported(plan: TensorPlan, checks: Sequence[Future[float]]) -> ReadReport:
+    """Raises what a check raises."""
+    moved = plan.bytes
+    return ReadReport(
+        raw_bytes=moved,
+        decoded_bytes=moved,
+        stored_bytes=moved,
+        requests=len(checks),
+        by_path=Counter({ReadPath.LOCAL: moved}),
+        by_datanode=Counter({HERE.datanode: moved}),
+        by_host=Counter({HERE.host: moved}),
+        by_distance=Counter({Distance.SAME_HOST: moved}),
+        decode_s=sum(check.result() for check in checks),
+    )
+
+
+def _parts(chunks: Sequence[Chunks], memory: memoryview) -> Iterator[tuple[Chunks, memoryview]]:
+    at = 0
+    for one in chunks:
+        yield one, memory[at : at + one.length]
+        at += one.length
+
+
+def _runs(store: LocalStore, chunks: Sequence[Chunks]) -> list[FileRun]:
+    """Where chunks lie, neighbours as one."""
+    runs: list[FileRun] = []
+    for one in chunks:
+        file, start, length = store.folder / layout.pack(one.pack).text, one.start, one.length
+        if runs and (runs[-1].file, runs[-1].end) == (file, start):
+            start = runs.pop().start
+            length = one.start + one.length - start
+        runs.append(FileRun(file, start, length))
+    return runs
+
+
+def _check(chunks: Chunks, memory: memoryview) -> float:
+    """Returns the seconds it took. Raises BlockCorrupt, OSError."""
+    began = time.monotonic()
+    have_at_hand(memory)
+    codec.verify(
+        chunks.placement.encoding, memory, first_chunk=chunks.first, last_chunk=chunks.last
+    )
+    return time.monotonic() - began
