@@ -163,6 +163,30 @@ def test_only_blocks_that_changed_travel(yard: Yard) -> None:
     assert weights["big"].data_ptr() == memory
 
 
+def test_the_registry_is_asked_once_where_changed_blocks_lie(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {"w": noise(BLOCK, seed=1), "small": noise(100, seed=2)}
+    second = {"w": first["w"].clone(), "small": noise(100, seed=3)}
+    tuned(second["w"][: BLOCK // 2])
+    yard.push(first, BERT, alias="prod")
+    served = yard.load(PROD)
+    asked: list[int] = []
+    placements = type(yard.catalogue).placements
+
+    def counted(catalogue: Any, blocks: Any, **more: Any) -> Any:
+        asked.append(len(blocks))
+        return placements(catalogue, blocks, **more)
+
+    with yard.follow(PROD, served) as follower:
+        monkeypatch.setattr(type(yard.catalogue), "placements", counted)
+        yard.push(second, BERT, alias="prod")
+        ready(follower, 2)
+        follower.apply()
+    assert asked == [2]
+    assert same(served, second)
+
+
 def test_what_is_applied_already_is_not_read_again(yard: Yard) -> None:
     yard.push(state(1), BERT, alias="prod")
     net = Net()

@@ -7,7 +7,7 @@ base is checked by its fold where it lies, and what came of it by the name of it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Literal
@@ -27,6 +27,7 @@ from weightyard.loader.plan import PICK_BYTES, Pick
 from weightyard.loader.proving import read_proved
 from weightyard.loader.resident import Lying, Resident, raw_bytes
 from weightyard.loader.state import torch_dtype
+from weightyard.loader.stored import Foreseen
 from weightyard.loader.undecoded import Differences
 from weightyard.logs import Log
 from weightyard.names import BlockId
@@ -210,10 +211,10 @@ class _Bringing:
         self._sizes = sizes
         self._cancel = cancel
         self._shares = Shares.within(stage.max_host_bytes)
+        self._placements: Placements = stage.catalogue
 
     def read_pieces(self, wanted: Sequence[Wanted]) -> None:
-        whole = {one.block for one in wanted if self._is_whole(one)}
-        deltas = self._usable_deltas(whole)
+        deltas = self._usable_deltas(wanted)
         by_delta: list[Wanted] = []
         rest: list[Wanted] = []
         for one in wanted:
@@ -235,7 +236,7 @@ class _Bringing:
             fill(self._read_full, blocks, targets)
 
     def _read_full(self, wanted: Sequence[Wanted]) -> ReadReport:
-        read: Read = partial(self._read, self._stage.catalogue)
+        read: Read = partial(self._read, self._placements)
         if self._stage.verify != "full":
             return read(wanted)
         report = ReadReport()
@@ -282,7 +283,7 @@ class _Bringing:
     def _is_whole(self, wanted: Wanted) -> bool:
         return wanted.into.nbytes == self._sizes[wanted.block]
 
-    def _usable_deltas(self, blocks: Iterable[BlockId]) -> dict[BlockId, _Delta]:
+    def _usable_deltas(self, wanted: Sequence[Wanted]) -> dict[BlockId, _Delta]:
         """Blocks that are cheaper as a delta to one that lies in a resident tensor, unharmed.
 
         Deltas are what the store has; around it blocks come whole.
@@ -290,9 +291,11 @@ class _Bringing:
         lying = self._lying
         if not lying or not isinstance(self._stage.source, Store):
             return {}
-        found = dict(self._stage.catalogue.placements(list(blocks)))
+        foreseen = Foreseen(self._stage.catalogue, list({one.block for one in wanted}))
+        self._placements = foreseen  # who reads the blocks need not ask once more
         best: dict[BlockId, _Delta] = {}
-        for block, placements in found.items():
+        for block in {one.block for one in wanted if self._is_whole(one)}:
+            placements = foreseen.known.get(block, ())
             deltas = [
                 _Delta(one, base, lying[base])
                 for one in placements
@@ -312,6 +315,8 @@ class _Bringing:
     def _sound(self, bases: Mapping[BlockId, Lying]) -> set[BlockId]:
         """Those bases whose bytes are still what they were."""
         sound: set[BlockId] = set()
+        if not bases:
+            return sound
         for base, placements in self._stage.catalogue.placements(list(bases)).items():
             self._cancel.check("checking resident tensors")
             found = fold_where_it_lies(self._resident.bytes_of(bases[base]))
