@@ -44,6 +44,15 @@ def test_show_speaks_of_the_namenode_only_where_there_is_one(cli: Cli, base: Pat
     assert cli.json("show", BERT)["cost"]["namenode_objects"] > 0, "the keys stay"
 
 
+def test_a_project_without_models_is_said_to_have_none(cli: Cli, base: Path) -> None:
+    assert "No models yet" in cli.ok("ls")
+    cli.ok("push", base, BERT)
+    said = cli.ok("ls", "other/")
+    assert "No models in other" in said
+    assert "push FOLDER other/NAME" in said
+    assert cli.json("ls", "other/")["models"] == []
+
+
 def test_a_second_push_of_the_same_sends_nothing(cli: Cli, base: Path) -> None:
     first = cli.json("push", base, BERT)
     again = cli.json("push", base, BERT)
@@ -254,6 +263,7 @@ def test_a_report_shows_how_far_bytes_came_and_what_failed_over_if_that_happened
 
     near = {"read_paths": {"direct": 8}, "datanodes": {"dn1:9866": 8}, "hosts": {"dn1": 8}}
     told = shown(**near, distances={"same-rack": 8}, failed_over=3)
+    assert "8 B in 1 request " in f"{told} "
     assert {"same-rack 8 B", "dn1 8 B", "failed over"} <= {
         part for part in re.split(r"\s{2,}|\n", told) if part
     }

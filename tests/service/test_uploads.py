@@ -99,6 +99,7 @@ def test_a_key_of_one_upload_is_not_that_of_another(world: World) -> None:
         )
         assert answer.status_code == expected
     assert answer.json()["code"] == "key-reused"
+    assert "take a new one" in answer.json()["detail"]
 
 
 def test_keys_of_other_callers_are_not_told(world: World) -> None:

@@ -104,11 +104,11 @@ def _show(console: Console, best: LoadReport, reports: list[LoadReport]) -> None
 def _show_report(console: Console, report: LoadReport) -> None:
     """What happened; what did not is left out."""
     from weightyard.cli.tables import facts, table
-    from weightyard.cli.wording import size
+    from weightyard.cli.wording import count, size
     from weightyard.storage.store import ReadPath
 
     read = f"{size(report.read_bytes)}, {report.amplification:.2f} × the tensors"
-    stored = f"{size(report.stored_bytes)} in {report.requests} requests"
+    stored = f"{size(report.stored_bytes)} in {count(report.requests, 'request')}"
     is_elsewhere = set(report.read_paths) != {ReadPath.LOCAL}
     facts(
         console,

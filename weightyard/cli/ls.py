@@ -62,14 +62,14 @@ def ls(
             found = _in_project(all_models(yard, kind="run"), project)
             session.show(
                 {"runs": [run.model_dump(mode="json") for run in found]},
-                lambda console: _show_runs(console, found),
+                lambda console: _show_runs(console, found, project),
             )
             return
         if name is None or is_project:
             models = _in_project(all_models(yard), project)
             session.show(
                 {"models": [model.model_dump(mode="json") for model in models]},
-                lambda console: _show_models(console, models),
+                lambda console: _show_models(console, models, project),
             )
             return
         model = find_model(yard, name.partition("@")[0])
@@ -88,12 +88,14 @@ def _in_project(models: Iterable[Model], project: str | None) -> list[Model]:
     return [model for model in models if project is None or model.name.startswith(f"{project}/")]
 
 
-def _show_models(console: Console, models: Sequence[Model]) -> None:
+def _show_models(console: Console, models: Sequence[Model], project: str | None) -> None:
     from weightyard.cli.tables import table
     from weightyard.cli.wording import when
 
     if not models:
-        console.print("No models yet: weightyard push FOLDER PROJECT/NAME", markup=False)
+        where = f"in {project}" if project else "yet"
+        said = f"No models {where}: weightyard push FOLDER {project or 'PROJECT'}/NAME"
+        console.print(said, markup=False)
         return
     table(
         console,
@@ -112,12 +114,14 @@ def _show_models(console: Console, models: Sequence[Model]) -> None:
     )
 
 
-def _show_runs(console: Console, runs: Sequence[Model]) -> None:
+def _show_runs(console: Console, runs: Sequence[Model], project: str | None) -> None:
     from weightyard.cli.tables import table
     from weightyard.cli.wording import when
 
     if not runs:
-        console.print("No runs yet: a training that saves checkpoints makes one", markup=False)
+        where = f"in {project}" if project else "yet"
+        said = f"No runs {where}: a training that saves checkpoints makes one"
+        console.print(said, markup=False)
         return
     table(
         console,

@@ -107,14 +107,16 @@ def find_done(tx: Connection, key: str, upload: UploadId) -> Version | None:
     except NoResultFound:
         raise NoSuchThing("the version was published, and removed since") from None
     if row.name != upload.hex:
-        raise KeyReused(f"key {key[:40]!a} was used for {version.ref}, by another upload")
+        raise KeyReused(f"the key was used for {version.ref}, by another upload: take a new one")
     return version
 
 
 def _done_before(tx: Connection, key: str, digest: Digest, upload: UploadId) -> Version | None:
     version = find_done(tx, key, upload)
     if version is not None and version.digest != digest.hex:
-        raise KeyReused(f"key {key[:40]!a} was used for {version.ref}, which has other content")
+        raise KeyReused(
+            f"the key was used for {version.ref}, which has other content: take a new one"
+        )
     return version
 
 
