@@ -17,7 +17,7 @@ from collecting import (
 )
 from crash_world import AT_ONCE
 from pushing import BERT, push, read_back, write
-from sqlalchemy import event, update
+from sqlalchemy import event, select, update
 
 from weightyard.errors import (
     BadSetting,
@@ -185,6 +185,29 @@ def test_a_zombie_is_caught_for_a_day_though_gc_waits_for_nothing(
     pass_time(database, DAY_S / 2)
     registry.gc(store, AT_ONCE)
     assert files(store) == set()
+
+
+@pytest.mark.parametrize("there", [b"{half", None], ids=["unreadable", "of another database"])
+def test_nothing_is_taken_away_while_the_store_was_not_told_of_all(
+    registry: Registry, store: LocalStore, database: Database, there: bytes | None
+) -> None:
+    push(registry, store, noise(1), alias="prod")
+    registry.flush_outbox(store)
+    registry.remove(Ref.parse(push(registry, store, noise(2)).ref))
+    waiting = database.read(lambda tx: tx.scalars(select(schema.outbox.c.path)).all())
+    removal = max(path for path in waiting if path.startswith("journal/"))
+    if there is None:
+        there = next(iter((store.folder / "journal").iterdir())).read_bytes()
+    (store.folder / removal).write_bytes(there)
+    before = {file for file in files(store) if file.startswith("packs/")}
+    for _ in range(2):
+        with pytest.raises(Conflict, match=removal):
+            gc_twice(registry, store, database)
+    assert before <= files(store)
+    (store.folder / removal).unlink()
+    registry.heal(store, registry.check(store))
+    gc_twice(registry, store, database)
+    assert not before <= files(store)
 
 
 def test_files_without_a_row_are_never_touched(

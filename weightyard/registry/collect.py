@@ -236,10 +236,12 @@ class _Run:
         """Removals reach the journal before anything they set free is touched.
 
         Otherwise a registry rebuilt from the store would bring back versions without their bytes.
+        Raises Conflict if one cannot be written.
         """
         last = outbox.newest(self._database)  # what comes later, others write
         while outbox.flush(self._database, self._store, up_to=last):
             pass
+        outbox.require_all_told(self._database)
 
     def _rewrite_packs(self) -> None:
         options = self._options

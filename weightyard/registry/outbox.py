@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 from sqlalchemy import Connection, Row, delete, func, insert, select, update
 
-from weightyard.errors import Damaged, FileMissing, Refused, Retryable
+from weightyard.errors import Conflict, Damaged, FileMissing, Refused, Retryable
 from weightyard.logs import Log
 from weightyard.names import ModelName
 from weightyard.records import Version
@@ -161,6 +161,20 @@ def set_aside(database: Database, store: Store) -> Iterator[tuple[StorePath, Obs
     """
     for row in database.read(lambda tx: tx.execute(_SET_ASIDE).all()):
         yield StorePath(row.path), _obstacle(store, StorePath(row.path), row.content)
+
+
+def require_all_told(database: Database) -> None:
+    """Raises Conflict if an entry was set aside: what was not told of all must lose nothing.
+
+    Another file in its place may be that of another database, which counts on what this one would
+    take away; and who rebuilds from the store would not know of a removal.
+    """
+    path = database.read(lambda tx: tx.scalar(_SET_ASIDE.limit(1)))
+    if path is not None:
+        raise Conflict(
+            f"another file has the name of {path}, so the store was not told of all that was done "
+            "here, and nothing is taken away: `weightyard check` says what to do"
+        )
 
 
 def try_again(tx: Connection) -> None:
