@@ -102,13 +102,16 @@ class Yard:
             return lambda store: self.remove(store, trash)
         self.push(self.store, seed)
         self.remove(self.store, trash)
+        crash_world.age(self.database)  # gc looks for a day at what the one before it took away
         return self.collect
 
     def recover(self) -> None:
         """Do what is left of those that were killed, so that the next one has only its own."""
         while self.registry.flush_outbox(self.store):
             pass
-        crash_world.collect(self.registry, self.store)
+        for _ in range(2):  # takes it away, and is done with it
+            crash_world.age(self.database)
+            crash_world.collect(self.registry, self.store)
 
     def attempt(self, work: Callable[[Store], object], calls: Calls) -> object:
         """Do something, failing beneath what tries again: so HDFS loses answers."""
