@@ -344,10 +344,20 @@ def test_staged_files_of_writers_the_old_registry_had_are_given_to_gc(
 class _CutOff(LocalStore):
     """Gone when the store is about to say whose it is."""
 
+    is_gone = False
+
     def publish(self, staged: StagedFile, path: StorePath) -> None:
-        if path.text.startswith(layout.OWNERS.text):
-            raise StoreUnavailable("cut off")
+        self.is_gone = path.text.startswith(layout.OWNERS.text)
+        self._require_there()
         super().publish(staged, path)
+
+    def delete(self, path: StorePath) -> bool:
+        self._require_there()
+        return super().delete(path)
+
+    def _require_there(self) -> None:
+        if self.is_gone:
+            raise StoreUnavailable("cut off")
 
 
 def test_what_a_rebuild_that_was_cut_off_left_in_staging_is_found_and_removed(
