@@ -107,6 +107,7 @@ def test_a_load_whose_hook_raises_leaves_no_thread_and_no_connection_but_the_poo
     def interrupt(done_bytes: int) -> None:
         raise KeyboardInterrupt
 
+    assert yard._settling.wait(), "records of the push are no connections of the load"
     ports = {int(one.plan.address.rpartition(":")[2]) for one in cluster.datanodes}
     of_others = connections_to(ports)  # which stores of other tests keep for their next read
     monkeypatch.setattr(DataNodeReader, "read", noted)
