@@ -153,7 +153,9 @@ class VersionMoved(Conflict):
     code = "version-moved"
 
     def __init__(self, model: str, expected: int, current: int) -> None:
-        super().__init__(f"{model}: newest version is {current}, expected was {expected}")
+        super().__init__(
+            f"{model}: newest is {_version(current)}, expected was {_version(expected)}"
+        )
         self.current = current
 
 
@@ -163,7 +165,8 @@ class AliasMoved(Conflict):
     code = "alias-moved"
 
     def __init__(self, model: str, alias: str, expected: int | None, current: int | None) -> None:
-        super().__init__(f"{model}: alias {alias} is on {current}, expected was {expected}")
+        found, wanted = _version(current), _version(expected)
+        super().__init__(f"{model}: alias {alias} is on {found}, expected was {wanted}")
         self.current = current
 
 
@@ -390,3 +393,7 @@ class Bug(YardError):
 
     code = "bug"
     exit_code = 70
+
+
+def _version(number: int | None) -> str:
+    return f"v{number}" if number else "no version"

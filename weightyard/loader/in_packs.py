@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from weightyard import codec
@@ -19,7 +20,7 @@ from weightyard.loader.state import torch_dtype
 from weightyard.logs import Log
 from weightyard.names import BlockId, PackId
 from weightyard.storage import layout
-from weightyard.storage.local import HERE, LocalStore
+from weightyard.storage.local import HERE
 from weightyard.storage.stitched import FileRun, can_stitch, have_at_hand, stitched
 from weightyard.storage.store import ReadPath
 from weightyard.transfer.decoding import cores
@@ -89,9 +90,9 @@ def _is_of_chunks(extent: Extent, block: BlockEntry) -> bool:
 
 
 def checked(
-    store: LocalStore, wanted: Iterable[tuple[TensorPlan, Sequence[Chunks]]]
+    folder: Path, wanted: Iterable[tuple[TensorPlan, Sequence[Chunks]]]
 ) -> Generator[tuple[TensorPlan, torch.Tensor, ReadReport]]:
-    """Tensors, mapped, and what it took to check every chunk where it lies.
+    """Tensors, mapped out of packs below a store's folder, and what it took to check every chunk.
 
     Left out are those that have no chunks, cannot be mapped, or are not what they should be: who
     reads those will look elsewhere, or say what is wrong. When the iterator ends or is closed no
@@ -102,7 +103,7 @@ def checked(
         begun = [
             (plan, memory, [pool.submit(_check, *one) for one in _parts(chunks, memory)])
             for plan, chunks in wanted
-            if (memory := _mapped(store, plan, chunks)) is not None
+            if (memory := _mapped(folder, plan, chunks)) is not None
         ]
         for plan, memory, checks in begun:
             try:
@@ -115,8 +116,8 @@ def checked(
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _mapped(store: LocalStore, plan: TensorPlan, chunks: Sequence[Chunks]) -> memoryview | None:
-    runs = _runs(store, chunks)
+def _mapped(folder: Path, plan: TensorPlan, chunks: Sequence[Chunks]) -> memoryview | None:
+    runs = _runs(folder, chunks)
     if not runs or not can_stitch(runs):
         return None
     try:
@@ -156,11 +157,11 @@ def _parts(chunks: Sequence[Chunks], memory: memoryview) -> Iterator[tuple[Chunk
         at += one.length
 
 
-def _runs(store: LocalStore, chunks: Sequence[Chunks]) -> list[FileRun]:
+def _runs(folder: Path, chunks: Sequence[Chunks]) -> list[FileRun]:
     """Where chunks lie, neighbours as one."""
     runs: list[FileRun] = []
     for one in chunks:
-        file, start, length = store.folder / layout.pack(one.pack).text, one.start, one.length
+        file, start, length = folder / layout.pack(one.pack).text, one.start, one.length
         if runs and (runs[-1].file, runs[-1].end) == (file, start):
             start = runs.pop().start
             length = one.start + one.length - start

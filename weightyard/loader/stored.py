@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
@@ -96,16 +97,15 @@ class StoreOrigin(Origin):
         self, plans: Sequence[TensorPlan], asked: Asked, to: Destination
     ) -> Iterator[tuple[TensorPlan, torch.Tensor]]:
         # Who has a limit for reading, or wants blocks proved, or tensors in order, gets a copy.
-        is_here = to.device.type == "cpu" and isinstance(self.store, LocalStore)
-        if is_here and asked.verify == "fast" and to.ahead_bytes is None:
-            return self._mapped_or_read(plans, asked, to)
+        is_plain = to.device.type == "cpu" and to.ahead_bytes is None and asked.verify == "fast"
+        if is_plain and isinstance(self.store, LocalStore):
+            return self._mapped_or_read(self.store.folder, plans, asked, to)
         return self._read(plans, asked, to)
 
     def _mapped_or_read(
-        self, plans: Sequence[TensorPlan], asked: Asked, to: Destination
+        self, folder: Path, plans: Sequence[TensorPlan], asked: Asked, to: Destination
     ) -> Iterator[tuple[TensorPlan, torch.Tensor]]:
         """Out of packs of this host: what lies there as it is wanted is not copied."""
-        assert isinstance(self.store, LocalStore)
         with self.tally.stage("plan"):
             fetches = (fetch for plan in plans for fetch in plan.fetches)
             blocks = self.blocks_of(extent for one in fetches for extent in one.extents)
@@ -117,7 +117,7 @@ class StoreOrigin(Origin):
                 if number not in copied
             ]
         mapped: dict[str, torch.Tensor] = {}
-        with self.tally.stage("read"), closing(checked(self.store, lying)) as found:
+        with self.tally.stage("read"), closing(checked(folder, lying)) as found:
             for plan, tensor, report in found:
                 self.tally.read(report)
                 mapped[plan.name] = tensor
