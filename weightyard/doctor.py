@@ -226,6 +226,8 @@ def _read_paths(url: str, settings: Settings) -> Iterator[Finding]:
     said = "; ".join(f"{way}: {why_not or 'works'}" for way, why_not in ways.items())
     if not working:
         yield Finding(check="read path", state="fail", message=said, advice="see each reason")
+    elif working[0] == ReadPath.SHORT_CIRCUIT:
+        yield _ok("read path", f"replicas of this host are read from their files. {said}")
     elif working[0] == ReadPath.DIRECT:
         yield _ok("read path", f"reads are direct. {said}")
     else:

@@ -29,7 +29,7 @@ from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.deadline import NEVER, Deadline
 from weightyard.storage.opening import open_store
-from weightyard.storage.store import ReadPath, Store
+from weightyard.storage.store import Store
 from weightyard.transfer.alive import kept_alive
 from weightyard.transfer.appearing import appearing
 from weightyard.transfer.bases import bases_of
@@ -281,12 +281,15 @@ class ViaEither(Via):
         """If a DataNode gives this host what the service says it has; else None."""
         if not self._about.store.startswith(("hdfs://", "viewfs://")):
             return None
-        from weightyard.storage.hdfs.store import HdfsStore  # its clients are slow to import
+        from weightyard.storage.hdfs.store import (  # its clients are slow to import
+            UNCHECKED_PATHS,
+            HdfsStore,
+        )
 
         locator, url = self._locator, self._about.store
         try:
             with HdfsStore(
-                url, self._hurried, read_paths=(ReadPath.DIRECT,), locator=locator
+                url, self._hurried, read_paths=UNCHECKED_PATHS, locator=locator
             ) as store:
                 _require_reading(store, self._about)
         except YardError as why:

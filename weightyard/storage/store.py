@@ -117,6 +117,7 @@ class ReadPath(enum.StrEnum):
     """Which way bytes came."""
 
     LOCAL = "local"
+    SHORT_CIRCUIT = "short-circuit"
     DIRECT = "direct"
     LIBHDFS = "libhdfs"
     NATIVE = "hdfs-native"

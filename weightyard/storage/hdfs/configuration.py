@@ -62,6 +62,8 @@ class Cluster:
     uses_datanode_hostname: bool
     is_transfer_protected: bool
     """DataNodes want SASL or encryption before they send a byte."""
+    domain_socket: str | None
+    """Where DataNodes of this host hand out the files of replicas; None: they are not asked."""
     properties: Mapping[str, str] = field(repr=False)
 
     @classmethod
@@ -83,6 +85,9 @@ class Cluster:
             uses_datanode_hostname=configuration.is_on("dfs.client.use.datanode.hostname"),
             is_transfer_protected=configuration.is_on("dfs.encrypt.data.transfer")
             or configuration.get("dfs.data.transfer.protection") is not None,
+            domain_socket=configuration.get("dfs.domain.socket.path")
+            if configuration.is_on("dfs.client.read.shortcircuit")
+            else None,
             properties=configuration.values,
         )
 

@@ -15,19 +15,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from weightyard.errors import (
     DataNodeFailed,
     StaleLocation,
-    StoreUnavailable,
     TooLarge,
     Unsupported,
 )
 from weightyard.storage.cancel import Cancel, ended_by
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs import wire
-from weightyard.storage.hdfs.watched import Watched
+from weightyard.storage.hdfs.lookup import Address, Lookup
 from weightyard.storage.hdfs.wire import BlockAccess, Malformed, Status
 from weightyard.storage.store import Read, Replica, Span
 
@@ -43,8 +41,6 @@ _MOST_IDLE = 64
 _RECEIVE_BUFFER_BYTES = 4 * 1024 * 1024
 _TICK_S = 0.25  # How often a silent socket is looked at.
 _MOST_VIEWS = 512  # The kernel takes 1024 at a time.
-_Address = tuple[Any, Any, int, str, Any]
-"""As getaddrinfo gives them: family, kind, protocol, name, where."""
 _STALE_SIGNS = ("ReplicaNotFoundException", "gen stamp <")
 
 
@@ -77,7 +73,7 @@ class DataNodeReader:
         self._idle: deque[_Connection] = deque()  # the longest idle first
         self._lock = threading.Lock()
         self._rubbish = memoryview(bytearray(GAP_BYTES))
-        self._lookups = Watched()
+        self._lookup = Lookup()
 
     def read(self, replica: Replica, span: Span, reads: Sequence[Read], deadline: Deadline) -> None:
         """Fill every buffer from one replica of one span.
@@ -95,7 +91,7 @@ class DataNodeReader:
             ended, self._idle = self._idle, deque()
         for connection in ended:
             connection.close()
-        self._lookups.close()
+        self._lookup.close()
 
     def _read_run(self, datanode: str, block: BlockAccess, run: Run, deadline: Deadline) -> None:
         connection = self._reuse(datanode)
@@ -131,7 +127,7 @@ class DataNodeReader:
 
     def _connect(self, datanode: str, deadline: Deadline) -> _Connection:
         doing, began_at = f"connecting to DataNode {datanode}", time.monotonic()
-        addresses = self._look_up(datanode, deadline.left_at_most(self._stall_s, doing))
+        addresses = self._lookup.addresses(datanode, deadline.left_at_most(self._stall_s, doing))
         until = min(began_at + self._stall_s, deadline.at)
         with self._lock:
             self.connects += 1
@@ -140,18 +136,6 @@ class DataNodeReader:
         except OSError as why:
             raise DataNodeFailed(datanode, f"cannot connect: {why}") from why
         return _Connection(datanode, opened, self._stall_s, began_at)
-
-    def _look_up(self, datanode: str, limit_s: float) -> Sequence[_Address]:
-        host, _, port = datanode.rpartition(":")
-        try:
-            ask = partial(socket.getaddrinfo, host.strip("[]"), int(port), type=socket.SOCK_STREAM)
-            try:
-                return ask(flags=socket.AI_NUMERICHOST)  # asks nobody
-            except socket.gaierror:
-                # A name server that is silent would hold the caller for half a minute.
-                return self._lookups.call("looking up its name", limit_s, ask)
-        except (OSError, ValueError, StoreUnavailable) as why:
-            raise DataNodeFailed(datanode, f"cannot connect: {why}") from why
 
     def _reuse(self, datanode: str) -> _Connection | None:
         with self._lock:
@@ -347,7 +331,7 @@ def _shut_down(opened: socket.socket) -> None:
 
 
 def _connected(
-    datanode: str, addresses: Sequence[_Address], until: float, cancel: Cancel | None
+    datanode: str, addresses: Sequence[Address], until: float, cancel: Cancel | None
 ) -> socket.socket:
     """A blocking socket with the options that make reads fast. The addresses share the time."""
     doing = f"connecting to {datanode}"

@@ -12,7 +12,7 @@ from weightyard.errors import Cancelled, YardError
 from weightyard.logs import Log
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.datanode import DataNodeReader
-from weightyard.storage.hdfs.reading import Piece, split
+from weightyard.storage.hdfs.pieces import Piece, split
 from weightyard.storage.store import Location, Read, StorePath
 
 _log = Log(__name__)

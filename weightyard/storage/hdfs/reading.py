@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
@@ -17,7 +17,6 @@ from weightyard.errors import (
     ReplicasDamaged,
     StaleLocation,
     StoreUnavailable,
-    TooLarge,
     Unsupported,
     YardError,
 )
@@ -25,7 +24,9 @@ from weightyard.logs import Log
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.datanode import DataNodeReader, HungUp
 from weightyard.storage.hdfs.fallbacks import Fallback, NoneServed
-from weightyard.storage.store import Location, Read, ReadPath, Replica, Served, Span
+from weightyard.storage.hdfs.pieces import Piece, one_of, split
+from weightyard.storage.hdfs.short_circuit import ShortCircuit
+from weightyard.storage.store import Location, Read, ReadPath, Replica, Served
 
 _log = Log(__name__)
 
@@ -35,18 +36,11 @@ FindDamage = Callable[[Location, Sequence[Read], Deadline], str | None]
 """What is wrong with the replicas of what was to be read, if it is that: see `Diagnosis`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """The reads that lie in one span."""
-
-    span: Span
-    reads: tuple[Read, ...]
-
-
 class Reading:
     """Reads by the ways given. Thread-safe.
 
-    Whether direct reads work shows by the first ones: they do once a DataNode has answered. From
+    What lies on this host is read from its files, where DataNodes hand them out. Whether direct
+    reads work otherwise shows by the first ones: they do once a DataNode has answered. From
     then on a DataNode that fails is a DataNode that failed, until all that have a block did. If no
     DataNode has answered yet and all that have a block failed, the next way is used that serves,
     and direct reads are tried again after a minute.
@@ -61,7 +55,9 @@ class Reading:
         fallbacks: Sequence[Fallback],
         why_not_direct: YardError | None = None,
         find_damage: FindDamage = lambda *_: None,
+        short_circuit: ShortCircuit | None = None,
     ) -> None:
+        self._short_circuit = short_circuit
         self._direct = direct
         self._directness = Directness()
         self._fallbacks = list(fallbacks)
@@ -76,6 +72,10 @@ class Reading:
         deadline: Deadline,
     ) -> Served:
         pieces = list(split(location, reads))
+        if self._short_circuit is not None:
+            served = self._short_circuit.read(pieces, replica, deadline)
+            if served is not None:
+                return served
         can_be_direct = all(piece.span.access is not None for piece in pieces)
         if self._direct is None or not can_be_direct or not self._directness.may_be_tried():
             return self._read_otherwise(location, reads, deadline)
@@ -100,6 +100,8 @@ class Reading:
                 raise
 
     def close(self) -> None:
+        if self._short_circuit is not None:
+            self._short_circuit.close()
         if self._direct is not None:
             self._direct.close()
         for way in self._fallbacks:
@@ -251,8 +253,7 @@ class _Asking:
                 raise DataNodeFailed(replica.datanode, f"holds no replica of {location.path}")
             self._ask(replica, piece)
             served.append(replica)
-        is_one = all(one == served[0] for one in served)
-        return Served(ReadPath.DIRECT, served[0] if served and is_one else replica)
+        return Served(ReadPath.DIRECT, one_of(served) or replica)
 
     def is_refuted_by(self, why: DataNodeFailed, pieces: Sequence[Piece]) -> bool:
         """Whether it shows by a replica's failure that direct reads do not work here.
@@ -303,23 +304,3 @@ class _Asking:
             self.directness.answered()
             raise
         self.directness.answered()
-
-
-def split(location: Location, reads: Sequence[Read]) -> Iterator[Piece]:
-    """Sort reads by the spans they lie in, cutting those that lie in several."""
-    by_span: dict[int, list[Read]] = {}
-    for read in reads:
-        length = len(read.into)
-        if read.offset < 0 or read.offset + length > location.length:
-            raise TooLarge(
-                f"{location.path}: a read of {length} bytes at {read.offset} is past its "
-                f"{location.length} bytes"
-            )
-        for index, span in enumerate(location.spans):
-            start = max(read.offset, span.offset)
-            end = min(read.offset + length, span.offset + span.length)
-            if start < end:
-                part = Read(start, read.into[start - read.offset : end - read.offset])
-                by_span.setdefault(index, []).append(part)
-    for index, parts in sorted(by_span.items()):
-        yield Piece(location.spans[index], tuple(parts))

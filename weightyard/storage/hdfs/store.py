@@ -35,6 +35,7 @@ from weightyard.storage.hdfs.fallbacks import (
 from weightyard.storage.hdfs.namenode import Locator, NameNode
 from weightyard.storage.hdfs.native import Namespace, Writing
 from weightyard.storage.hdfs.reading import Reading
+from weightyard.storage.hdfs.short_circuit import ShortCircuit
 from weightyard.storage.store import (
     Again,
     FileOptions,
@@ -55,11 +56,13 @@ _log = Log(__name__)
 
 _PROBES = 3
 
-READ_PATHS = (ReadPath.DIRECT, ReadPath.LIBHDFS, ReadPath.NATIVE, ReadPath.WEBHDFS)
-"""The ways bytes can come, best first."""
+CHECKED_PATHS = (ReadPath.LIBHDFS, ReadPath.NATIVE, ReadPath.WEBHDFS)
+"""Those on which HDFS's own checksums are looked at: others leave that to the reader."""
 
-CHECKED_PATHS = READ_PATHS[1:]
-"""Those on which HDFS's own checksums are looked at: a direct read leaves that to the reader."""
+UNCHECKED_PATHS = (ReadPath.SHORT_CIRCUIT, ReadPath.DIRECT)
+
+READ_PATHS = (*UNCHECKED_PATHS, *CHECKED_PATHS)
+"""The ways bytes can come, best first."""
 
 
 class HdfsStore(Store):
@@ -241,12 +244,20 @@ class HdfsStore(Store):
         }
         fallbacks = [WhenNeeded(path, ways[path]) for path in paths if path in ways]
         direct = self._data_node_reader() if ReadPath.DIRECT in paths else None
-        why_not = (
-            Unsupported("the configuration asks for SASL or encryption of transfers")
-            if ReadPath.DIRECT in paths and direct is None
-            else None
-        )
-        return Reading(direct, fallbacks, why_not, self._diagnosis.find_damage)
+        why_not = self._why_not(paths) if direct is None else None
+        socket_path = cluster.domain_socket if ReadPath.SHORT_CIRCUIT in paths else None
+        short_circuit = None if socket_path is None else ShortCircuit(socket_path)
+        return Reading(direct, fallbacks, why_not, self._diagnosis.find_damage, short_circuit)
+
+    def _why_not(self, paths: Sequence[ReadPath]) -> Unsupported | None:
+        """Why those of these ways do not serve that need no fallback."""
+        if ReadPath.DIRECT in paths:
+            return Unsupported("the configuration asks for SASL or encryption of transfers")
+        if ReadPath.SHORT_CIRCUIT not in paths:
+            return None
+        if self._cluster.domain_socket is None:
+            return Unsupported("the configuration does not ask for short-circuit reads")
+        return Unsupported("no DataNode of this host hands out its files")
 
     def _data_node_reader(self) -> DataNodeReader | None:
         """None where the configuration says that DataNodes do not answer in the clear."""

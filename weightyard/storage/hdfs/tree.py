@@ -74,7 +74,7 @@ class HdfsTree:
             except StaleLocation:
                 self._forget(file)
                 raise
-            if served.path != ReadPath.DIRECT:
+            if served.path not in (ReadPath.SHORT_CIRCUIT, ReadPath.DIRECT):
                 # Other ways open the file by its name, and may have read another one's bytes.
                 self._require_same(file)
 

@@ -18,6 +18,8 @@ from weightyard.errors import StoreUnavailable
 
 TRANSFER_VERSION = 28
 READ_BLOCK = 81
+REQUEST_DESCRIPTORS = 87
+_DESCRIPTORS_VERSION = 1
 
 MAX_RESPONSE_BYTES = 64 * 1024
 """An answer carries a status and a line of text; more is not an answer."""
@@ -153,27 +155,20 @@ class Packet(NamedTuple):
 
 def read_request(block: BlockAccess, client: str, offset: int, length: int) -> bytes:
     """Ask for bytes of a block without their CRCs: a block's own checksums cover them."""
-    extended_block = (
-        _bytes_field(1, block.pool.encode())
-        + _varint_field(2, block.block)
-        + _varint_field(3, block.generation)
-        + _varint_field(4, block.length)
-    )
-    token = (
-        _bytes_field(1, block.token.identifier)
-        + _bytes_field(2, block.token.password)
-        + _bytes_field(3, block.token.kind.encode())
-        + _bytes_field(4, block.token.service.encode())
-    )
-    base = _bytes_field(1, extended_block) + _bytes_field(2, token)
-    header = _bytes_field(1, base) + _bytes_field(2, client.encode())
+    header = _bytes_field(1, _base(block)) + _bytes_field(2, client.encode())
     message = (
         _bytes_field(1, header)
         + _varint_field(2, offset)
         + _varint_field(3, length)
         + _varint_field(4, False)
     )
-    return struct.pack(">HB", TRANSFER_VERSION, READ_BLOCK) + varint(len(message)) + message
+    return _request(READ_BLOCK, message)
+
+
+def descriptors_request(block: BlockAccess) -> bytes:
+    """Ask, on a UNIX socket, for the open file of a block's replica."""
+    message = _bytes_field(1, _base(block)) + _varint_field(2, _DESCRIPTORS_VERSION)
+    return _request(REQUEST_DESCRIPTORS, message)
 
 
 def read_done() -> bytes:
@@ -253,6 +248,27 @@ def parse_varint(data: bytes, position: int) -> tuple[int, int]:
         if byte < 0x80:
             return value & _U64, position + index + 1
     raise Malformed("a number of more than ten bytes")
+
+
+def _request(operation: int, message: bytes) -> bytes:
+    return struct.pack(">HB", TRANSFER_VERSION, operation) + varint(len(message)) + message
+
+
+def _base(block: BlockAccess) -> bytes:
+    """Which block, and the right to read it, as every request says it."""
+    extended_block = (
+        _bytes_field(1, block.pool.encode())
+        + _varint_field(2, block.block)
+        + _varint_field(3, block.generation)
+        + _varint_field(4, block.length)
+    )
+    token = (
+        _bytes_field(1, block.token.identifier)
+        + _bytes_field(2, block.token.password)
+        + _bytes_field(3, block.token.kind.encode())
+        + _bytes_field(4, block.token.service.encode())
+    )
+    return _bytes_field(1, extended_block) + _bytes_field(2, token)
 
 
 def _parse_checksum_info(message: bytes) -> tuple[int, int]:

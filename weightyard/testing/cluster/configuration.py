@@ -206,6 +206,14 @@ def client_properties(plan: ClusterPlan) -> Properties:
     )
 
 
+def short_circuit_properties(folder: Path) -> Properties:
+    """Have DataNodes hand out the files of replicas, each on a socket of its own below a folder."""
+    return {
+        "dfs.client.read.shortcircuit": "true",
+        "dfs.domain.socket.path": f"{folder}/socket._PORT",
+    }
+
+
 def daemon_properties(plan: ClusterPlan, daemon: DaemonPlan, folder: Path) -> Properties:
     """Everything one daemon is told. `folder` is where it keeps its data."""
     racks = {one.host: one.rack for one in plan.datanodes} | dict(plan.client_racks)

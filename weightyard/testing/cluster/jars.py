@@ -28,6 +28,9 @@ COORDINATES = (
 
 KDC_COORDINATES = (f"org.apache.hadoop:hadoop-minikdc:{HADOOP_VERSION}", COORDINATES[-1])
 
+NATIVE_COORDINATES = ("com.facebook.presto.hadoop:hadoop-apache2:2.7.4-12",)
+"""A jar that carries libhadoop for several kinds of machine; only that is used."""
+
 FETCH_TIMEOUT_S = 900
 """How long to wait for another process that is fetching."""
 
@@ -43,6 +46,11 @@ def hadoop_home(cache: Path, say: Callable[[str], None] = lambda _: None) -> Pat
 def kdc_home(cache: Path, say: Callable[[str], None] = lambda _: None) -> Path:
     """The same for the KDC that Hadoop's own tests use."""
     return _fetched(cache, f"kdc-{HADOOP_VERSION}", KDC_COORDINATES, say)
+
+
+def native_home(cache: Path, say: Callable[[str], None] = lambda _: None) -> Path:
+    """The same for the jar that libhadoop is in."""
+    return _fetched(cache, "native-2.7.4", NATIVE_COORDINATES, say)
 
 
 def class_path(home: Path) -> list[Path]:

@@ -23,9 +23,11 @@ from weightyard.testing.cluster.configuration import (
     NameNodePlan,
     Properties,
     client_properties,
+    short_circuit_properties,
 )
 from weightyard.testing.cluster.daemon import Daemon
 from weightyard.testing.cluster.java import QUICK_START, installed_java
+from weightyard.testing.cluster.native import library_folder
 from weightyard.testing.cluster.observed import (
     POLL_S,
     live_datanodes,
@@ -65,12 +67,19 @@ class MiniCluster(Closing):
         block_tokens: bool = False,
         encrypt: bool = False,
         permissions: bool = True,
+        short_circuit: bool = False,
         properties: Properties | None = None,
         jvm_options: Sequence[str] = QUICK_START,
         timeout_s: float = 120.0,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`properties` go into every daemon's and client's configuration, before the defaults."""
+        """`properties` go into every daemon's and client's configuration, before the defaults.
+
+        `short_circuit`: DataNodes hand out the files of replicas, on a UNIX socket. They refuse one
+        below a folder that everybody may write to, so the cluster then lies in the cache.
+        """
+        self._properties = dict(properties or {})
+        self._short_circuit = short_circuit
         self._plan = partial(
             ClusterPlan.on_loopback,
             datanodes=datanodes,
@@ -79,7 +88,6 @@ class MiniCluster(Closing):
             block_tokens=block_tokens,
             encrypt=encrypt,
             permissions=permissions,
-            properties=properties,
         )
         self._jvm_options = tuple(jvm_options)
         self._timeout_s = timeout_s
@@ -91,10 +99,16 @@ class MiniCluster(Closing):
     def __enter__(self) -> Self:
         with ExitStack() as opened:
             ports = opened.enter_context(closing(PortBlock.reserve()))
-            self.plan = self._plan(ports)
-            java = installed_java(Settings(), self._jvm_options, self._say)
-            self.folder = Path(tempfile.mkdtemp(prefix="weightyard-hdfs-"))
+            settings = Settings()
+            options, place = self._jvm_options, None
+            if self._short_circuit:
+                library = library_folder(settings.cache, self._say)
+                options, place = (*options, f"-Djava.library.path={library}"), settings.cache
+            java = installed_java(settings, options, self._say)
+            self.folder = Path(tempfile.mkdtemp(prefix="weightyard-hdfs-", dir=place))
             leash = opened.enter_context(closing(Leash(self.folder)))
+            sockets = short_circuit_properties(self.folder) if self._short_circuit else {}
+            self.plan = self._plan(ports, properties={**sockets, **self._properties})
             self._java = sharing(java) or listing(java, self.folder)
             self._daemons = startup.bring_up(
                 self.plan,
