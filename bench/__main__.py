@@ -36,7 +36,10 @@ from bench import (
 )
 from bench.samples import Footprint, Memory, Results, Row, Table, Timed
 from bench.site import Site
+from weightyard.errors import ClusterFailed
+from weightyard.settings import Settings
 from weightyard.testing.cluster import MiniCluster
+from weightyard.testing.cluster.native import library_folder
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
@@ -73,7 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             console.print("starting HDFS")
             # Without the test cluster's options for a quick start: DataNodes get their best code.
             cluster = MiniCluster(
-                datanodes=2, racks=("a",), jvm_options=(), properties=counting.PROMETHEUS
+                datanodes=2,
+                racks=("a",),
+                jvm_options=(),
+                properties=counting.PROMETHEUS,
+                short_circuit=_has_library(console),
             )
             scratch = tempfile.TemporaryDirectory(prefix="weightyard-bench-", dir=_memory_folder())
             site = Site.of(cleanup.enter_context(cluster), Path(cleanup.enter_context(scratch)))
@@ -174,6 +181,15 @@ def _rich(header: Sequence[str], cells: Sequence[Sequence[str]]) -> RichTable:
     for line in cells:
         table.add_row(*(cell.replace("**", "") for cell in line))
     return table
+
+
+def _has_library(console: Console) -> bool:
+    try:
+        library_folder(Settings().cache)
+    except ClusterFailed as why:
+        console.print(f"no short circuit: {why}", style="yellow", markup=False)
+        return False
+    return True
 
 
 def _memory_folder() -> str | None:

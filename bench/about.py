@@ -15,7 +15,7 @@ file, into new memory too, and hand it to the loader that people use. *Views* is
 be made of a peer by hand: several threads read parts of the file, and the tensors are cut from them
 without a copy and without a check. The limit receives as many bytes from a socket, into new memory.
 The trained weights are those of a real model, over and over, each time moved on, so that no two
-blocks are equal.""",
+blocks are equal. *On this host*: those who can, take the short circuit to a DataNode's files.""",
     "link": """\
 ## A narrow link
 

@@ -11,6 +11,7 @@ from bench.load import HALF, WHOLE
 from bench.node import CHECKED, COPIED, FIRST_USE, LAST_BYTE
 from bench.prepared import PLANES, RAW
 from bench.ratios import ratios_of
+from bench.reads import HERE
 from bench.samples import MB, Kind, Row, fastest
 from bench.swap import FULL, SWAP, SWAP_DELTA
 from bench.training import checkpoint_claims
@@ -40,7 +41,8 @@ def _reads(rows: Sequence[Row]) -> list[str]:
             lines.append(at_least(ratio.value, READ_NATIVE, ratio.what))
         else:
             lines.append(str(ratio))
-    quickest, limit = fastest(rows, Kind.PEER), fastest(rows, Kind.LIMIT)
+    afar = [row for row in rows if row.group != HERE]
+    quickest, limit = fastest(afar, Kind.PEER), fastest(afar, Kind.LIMIT)
     if quickest is not None and limit is not None:
         most = limit.best_rate / quickest.best_rate
         lines.append(

@@ -16,6 +16,8 @@ from bench.site import Site
 
 HDFS_BLOCK_BYTES = 128 * MIB
 PATH = "/bench/reads/file"
+HERE = "on this host"
+"""The group of those who take the short circuit; all others read as from another host."""
 
 
 def run(site: Site, length: int, repeat: int, done: Callable[[Row], object]) -> tuple[Row, ...]:
@@ -47,22 +49,28 @@ def plan(length: int, digest: str) -> list[Planned]:
 
     checked = {"path": PATH, "digest": digest}
 
-    def row(kind: Kind, who: str, way: str, task: str, options: Mapping[str, Any]) -> Planned:
+    def row(
+        kind: Kind, who: str, way: str, task: str, options: Mapping[str, Any], here: bool = False
+    ) -> Planned:
         # Clients that return bytes leave one no choice.
         is_fresh = options.get("is_fresh", task.startswith("peers.native"))
+        group = HERE if here else ""
         return Planned(
-            Row(kind, who, way, moved_bytes=length, is_fresh=is_fresh),
+            Row(kind, who, way, moved_bytes=length, is_fresh=is_fresh, group=group),
             task,
             {"length": length, **options},
+            here=here,
         )
 
     def ours(kind: Kind, way: str, by: str, threads: int, is_fresh: bool = False) -> Planned:
         options = {**checked, "by": by, "threads": threads, "is_fresh": is_fresh}
-        return row(kind, "weightyard", way, "ours.read_file", options)
+        return row(kind, "weightyard", way, "ours.read_file", options, by == "short-circuit")
 
-    def peer(who: str, way: str, task: str, threads: int | None = None) -> Planned:
+    def peer(
+        who: str, way: str, task: str, threads: int | None = None, here: bool = False
+    ) -> Planned:
         options = checked if threads is None else {**checked, "threads": threads}
-        return row(Kind.PEER, who, way, f"peers.{task}", options)
+        return row(Kind.PEER, who, way, f"peers.{task}", options, here)
 
     def limit(way: str, streams: int, by_sendfile: bool) -> Planned:
         options = {"streams": streams, "by_sendfile": by_sendfile}
@@ -85,4 +93,9 @@ def plan(length: int, digest: str) -> list[Planned]:
         limit("sendall, 1 stream", 1, by_sendfile=False),
         limit("sendfile, 1 stream", 1, by_sendfile=True),
         limit("sendfile, 4 streams", 4, by_sendfile=True),
+        ours(Kind.OURS, "short circuit, 1 thread", "short-circuit", 1),
+        ours(Kind.OURS, "short circuit, 4 threads", "short-circuit", 4),
+        ours(Kind.OURS, "short circuit, 4 threads, fresh memory", "short-circuit", 4, True),
+        peer("pyarrow with libhdfs", "short circuit, 1 thread", "libhdfs", 1, here=True),
+        peer("pyarrow with libhdfs", "short circuit, 4 threads", "libhdfs", 4, here=True),
     ]

@@ -21,6 +21,8 @@ class Planned:
     options: Mapping[str, Any] = field(default_factory=dict)
     before: Callable[[], object] = lambda: None
     """Called in this process before each repetition, untimed."""
+    here: bool = False
+    """It takes the short circuit."""
 
 
 def measure(
@@ -35,7 +37,8 @@ def measure(
                 continue
             one.before()
             try:
-                rows[at] = rows[at].with_sample(site.run_child(one.task, one.options))
+                sample = site.run_child(one.task, one.options, here=one.here)
+                rows[at] = rows[at].with_sample(sample)
             except ChildFailed as why:
                 rows[at] = msgspec.structs.replace(rows[at], failed=str(why), samples=())
             done(rows[at])

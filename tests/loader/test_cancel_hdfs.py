@@ -31,7 +31,7 @@ AT_ONCE_S = 15.0
 LOADS = (
     PATIENT
     + """
-import os, sys
+import os, sys, threading, time
 from pathlib import Path
 from weightyard.opening import open_yard
 from weightyard.settings import Settings
@@ -40,6 +40,8 @@ settings = Settings(home=Path(folder, "home"), cache=Path(folder, "cache"),
                     cache_loads=False, hadoop_conf_dir=Path(conf))
 with open_yard(url, settings=settings) as yard:
     yard.load("team/bert", cache=False)
+    while any(one.name.startswith("weightyard-fetch") for one in threading.enumerate()):
+        time.sleep(0.01)
     print(len(os.listdir("/proc/self/task")), flush=True)
     sys.stdin.readline()
     yard.load("team/bert", cache=False)
@@ -61,30 +63,30 @@ def test_ctrl_c_ends_a_program_that_loads_at_once(
 ) -> None:
     """All DataNodes stand still, so that it is in the middle of a load."""
     words = [yard.store.url, str(tmp_path), str(cluster.conf_dir)]
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-c", LOADS, *words],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-    )
-    assert process.stdout is not None
-    before = int(process.stdout.readline())
-    for daemon in cluster.datanodes:
-        daemon.pause()
-    try:
+    ) as process:
         assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-        eventually(lambda: len(os.listdir(f"/proc/{process.pid}/task")) > before + 2)
-        began = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        said, why = process.communicate(timeout=SOON_S)
-        took_s = time.monotonic() - began
-    finally:
-        process.kill()
+        assert process.stdout is not None
+        before = int(process.stdout.readline())
         for daemon in cluster.datanodes:
-            daemon.resume()
+            daemon.pause()
+        try:
+            process.stdin.write("\n")
+            process.stdin.flush()
+            eventually(lambda: len(os.listdir(f"/proc/{process.pid}/task")) > before)
+            began = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            said, why = process.communicate(timeout=SOON_S)
+            took_s = time.monotonic() - began
+        finally:
+            process.kill()
+            for daemon in cluster.datanodes:
+                daemon.resume()
     for daemon in cluster.datanodes:
         cluster.wait_until_live(daemon)
     assert process.returncode == -signal.SIGINT
