@@ -35,7 +35,7 @@ from weightyard.storage.retry import RetryingStore
 from weightyard.testing.cluster import MiniCluster
 from weightyard.testing.faults import Fault, FaultyStore
 
-SHARES = 5
+SHARES = 7
 ROOM_BYTES = 1 << 30
 
 
