@@ -29,7 +29,7 @@ from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.deadline import NEVER, Deadline
 from weightyard.storage.opening import open_store
-from weightyard.storage.store import Store
+from weightyard.storage.store import FileOptions, Store
 from weightyard.transfer.alive import kept_alive
 from weightyard.transfer.appearing import appearing
 from weightyard.transfer.bases import bases_of
@@ -401,7 +401,7 @@ def _require_reading(store: Store, about: About) -> None:
 def _require_writing(store: Store, about: About) -> None:
     """See that a file can be made in the store; it is taken away again."""
     upload = UploadId.new()
-    with store.stage(layout.staging(upload, "probe")) as stage:
+    with store.stage(layout.staging(upload, "probe"), FileOptions(planned_bytes=1)) as stage:
         stage.write(b"?")
         staged = stage.close()
     store.delete(staged.path)

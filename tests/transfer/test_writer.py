@@ -30,14 +30,14 @@ from weightyard.errors import (
     StoreUnavailable,
     YardError,
 )
-from weightyard.format.block import MIB, Codec, block_id
-from weightyard.format.dtypes import DType
+from weightyard.format.block import KIB, MIB, Codec, block_id
+from weightyard.format.dtypes import DType, nbytes
 from weightyard.format.pack import Placement
 from weightyard.format.splitting import StateTensor, split_state
 from weightyard.names import BlockId, PackId, UploadId
 from weightyard.storage.local import LocalStore
 from weightyard.storage.retry import Retry, RetryingStore
-from weightyard.storage.store import Store
+from weightyard.storage.store import FileOptions, Stage, StagedFile, Store, StorePath
 from weightyard.testing.faults import Fault, FaultyStore
 from weightyard.transfer import alive
 from weightyard.transfer.catalogue import MemoryCatalogue, Packing
@@ -424,7 +424,7 @@ def test_little_is_encoded_before_what_is_there_is_written(store: Store) -> None
             yield block
 
     written, stop = 0, threading.Event()
-    filling = Filling(3 * most * size, pack_bytes=1024 * MIB, lanes=2, stop=stop)
+    filling = Filling(3 * most, 3 * most * size, pack_bytes=1024 * MIB, lanes=2, stop=stop)
     packs: SimpleQueue[PackInWork] = SimpleQueue()
     filler = threading.Thread(target=lambda: [packs.put(one) for one in filling.packs(encoded())])
     filler.start()
@@ -435,6 +435,50 @@ def test_little_is_encoded_before_what_is_there_is_written(store: Store) -> None
         pack.written(one)
     filler.join(SOON_S)
     assert written == 3 * most
+
+
+class PlannedStore(LocalStore):
+    """Remembers how long files were said to become, and were."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.planned: dict[StorePath, int | None] = {}
+        self.lengths: dict[StorePath, int] = {}
+
+    def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
+        self.planned[path] = options.planned_bytes if options else None
+        return super().stage(path, options)
+
+    def publish(self, staged: StagedFile, path: StorePath) -> None:
+        self.lengths[staged.path] = staged.length
+        super().publish(staged, path)
+
+
+@pytest.mark.parametrize("kind", ["weights", "noise"])
+@pytest.mark.parametrize("dtype", [DType.U8, DType.BF16, DType.F64])
+@pytest.mark.parametrize("raw_bytes", [8, 64 * KIB, MIB, 3 * MIB + 8])
+def test_a_pack_is_planned_as_long_as_it_becomes_and_hardly_longer(
+    tmp_path: Path, raw_bytes: int, dtype: DType, kind: str
+) -> None:
+    store, catalogue = PlannedStore(tmp_path / "yard"), MemoryCatalogue()
+    store.init()
+    raws = [content(raw_bytes, kind, seed) for seed in range(3)]
+    tensors = [
+        StateTensor(f"t{number}", dtype, (raw_bytes // nbytes(dtype, (1,)),)) for number in range(3)
+    ]
+    split = split_state(tensors, MIB)
+    bases: Mapping[int, BlockId] = {}
+    for delta in ("off", "also"):
+        options = WriteOptions(delta=delta)
+        writer = Writer(store, catalogue.upload(), options, bases=Reader(store, catalogue))
+        (ids,) = writer.write([Content(split, [MemorySource(raw) for raw in raws], bases)])
+        bases = dict(enumerate(ids))
+        raws = [bytes([raw[0] ^ 1]) + raw[1:] for raw in raws]
+    assert len(store.lengths) == 2
+    for path, length in store.lengths.items():
+        planned = store.planned[path]
+        assert planned is not None
+        assert length <= planned < 6 * raw_bytes + MIB
 
 
 def test_the_report_says_what_deltas_would_take_whole(store: Store) -> None:

@@ -17,6 +17,7 @@ from typing_extensions import Buffer
 from weightyard.errors import Bug, PackInvalid, TooLarge, UnknownFormat
 from weightyard.format.block import (
     ALIGNMENT,
+    CHUNK_BYTES,
     KIB,
     MIB,
     Codec,
@@ -70,6 +71,7 @@ PACK_HEADER = _HEADER.pack(_MAGIC, PACK_FORMAT, 0)
 
 _CODECS = tuple(Codec)
 _KINDS = tuple(SegmentKind)
+_MOST_PLANES = max(codec.planes for codec in Codec)
 _NO_BASE = bytes(32)
 
 
@@ -162,6 +164,13 @@ class PackBuilder:
         if not same:
             raise Bug(f"pack {self.pack}: its footer does not say what was added")
         return footer + _TRAILER.pack(self._end, len(footer), checksum, PACK_FORMAT, 0, _MAGIC)
+
+
+def most_pack_bytes(blocks: int, raw_bytes: int) -> int:
+    """How long a pack is at most that has so many blocks, of so many raw bytes together."""
+    segments = _MOST_PLANES * (blocks + raw_bytes // CHUNK_BYTES)
+    stored_bytes = raw_bytes + ALIGNMENT * segments
+    return HEADER_BYTES + stored_bytes + _footer_bytes(blocks, segments) + TRAILER_BYTES
 
 
 def padding(stored_bytes: int) -> bytes:

@@ -225,7 +225,8 @@ class Rewriting:
 
         self._database.write(begin)
         name = layout.staging(self._upload, pack.hex)
-        options = FileOptions(like.replication, self._pack_bytes, like.policy)
+        planned_bytes = min(self._pack_bytes, sum(old.bytes for old, _ in kept))
+        options = FileOptions(like.replication, planned_bytes, like.policy)
         with self._store.stage(name, options) as stage:
             stage.write(PACK_HEADER)
             for old, placements in kept:

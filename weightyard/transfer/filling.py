@@ -14,7 +14,7 @@ from queue import Empty, SimpleQueue
 
 from weightyard import codec
 from weightyard.format.block import MIB
-from weightyard.format.pack import PackBuilder
+from weightyard.format.pack import PackBuilder, most_pack_bytes
 from weightyard.names import PackId
 from weightyard.storage.store import Again
 
@@ -47,8 +47,10 @@ class PackInWork:
     no more of them once `stop` is set, and calls `written` after each.
     """
 
-    def __init__(self, pack_bytes: int, stop: threading.Event) -> None:
+    def __init__(self, pack_bytes: int, most_bytes: int, stop: threading.Event) -> None:
+        """`pack_bytes`: how long it may be; `most_bytes`: with all that may still come."""
         self.layout = PackBuilder(PackId.new(), pack_bytes)
+        self.planned_bytes = min(pack_bytes, most_bytes)
         self.is_closed = False
         """Whether the other thread is free for another one."""
         self._stop = stop
@@ -95,9 +97,10 @@ class Filling:
     """Puts blocks into packs, in their order."""
 
     def __init__(
-        self, raw_bytes: int, *, pack_bytes: int, lanes: int, stop: threading.Event
+        self, blocks: int, raw_bytes: int, *, pack_bytes: int, lanes: int, stop: threading.Event
     ) -> None:
-        """`raw_bytes`: of all blocks that may come; `lanes`: threads that write packs."""
+        """`blocks` that may come, and their `raw_bytes`; `lanes`: threads that write packs."""
+        self._left_blocks = blocks
         self._left_bytes = raw_bytes
         self._pack_bytes = pack_bytes
         self._lanes = lanes
@@ -117,6 +120,7 @@ class Filling:
                 pack = self._begun()
             assert pack is not None
             pack.add(block)
+            self._left_blocks -= 1
             self._left_bytes -= block.encoded.encoding.raw_bytes
             if is_new:
                 yield pack
@@ -126,7 +130,8 @@ class Filling:
             pack.end()
 
     def _begun(self) -> PackInWork:
-        pack = PackInWork(self._pack_bytes, self._stop)
+        most_bytes = most_pack_bytes(self._left_blocks, self._left_bytes)
+        pack = PackInWork(self._pack_bytes, most_bytes, self._stop)
         self._open = [*(one for one in self._open if not one.is_closed), pack]
         return pack
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from weightyard.errors import AlreadyThere, Conflict, FileMissing, Retryable, TooLarge, YardError
@@ -47,9 +48,11 @@ def write_each_once(
     staged: dict[StorePath, StagedFile] = {}
 
     def stage_one(path: StorePath) -> None:
+        content = files[path]
+        planned = replace(options or FileOptions(), planned_bytes=len(content))
         # A writer that was killed may have left a file: every attempt has names of its own.
-        with store.stage(layout.staging(upload, secrets.token_hex(16)), options) as stage:
-            stage.write(files[path])
+        with store.stage(layout.staging(upload, secrets.token_hex(16)), planned) as stage:
+            stage.write(content)
             staged[path] = stage.close()
 
     stages = [partial(stage_one, path) for path in files]

@@ -178,8 +178,10 @@ class Writer:
         stop = threading.Event()
         with ThreadPoolExecutor(self._options.threads, "weightyard-encode") as workers:
             ready = self._encoded(self._new_blocks(cuts, ids, workers), workers)
+            copies = 2 if self._options.delta == "also" else 1
             filling = Filling(
-                sum(cut.piece.raw_bytes for cut in cuts),
+                copies * len(cuts),
+                copies * sum(cut.piece.raw_bytes for cut in cuts),
                 pack_bytes=self._options.pack_bytes,
                 lanes=self._options.lanes,
                 stop=stop,
@@ -351,9 +353,11 @@ class Writer:
         path = layout.pack(id)
         buffers = []
         self._upload.begin_pack(id)
-        with self._store.stage(
-            layout.staging(self._upload.id, id.hex), self._file_options
-        ) as stage:
+        options = self._options
+        file_options = FileOptions(
+            options.replication, pack.planned_bytes, options.policy, counts_replicas=True
+        )
+        with self._store.stage(layout.staging(self._upload.id, id.hex), file_options) as stage:
             stage.write(PACK_HEADER)
             for block in pack:
                 _write_block(stage, block)
@@ -370,18 +374,10 @@ class Writer:
         pack.is_closed = True
         for buffer in buffers:
             self._buffers.give(buffer)
-        options = self._options
         if not was_counted(staged, options.min_replicas):
             require_replicas(self._store, path, options.min_replicas, options.replicas_timeout_s)
         self._upload.add_pack(id, pack.layout.pack_bytes, pack.layout.placements)
         self._count(stored_bytes=pack.layout.pack_bytes, packs_written=1)
-
-    @property
-    def _file_options(self) -> FileOptions:
-        options = self._options
-        return FileOptions(
-            options.replication, options.pack_bytes, options.policy, counts_replicas=True
-        )
 
     def _count(self, **more: int) -> None:
         with self._lock:

@@ -157,22 +157,29 @@ class Namespace:
         self, path: str, folder_mode: int, replication: int | None, planned_bytes: int | None
     ) -> Writing:
         """Open a new file, laid out so that what is planned fits one HDFS block."""
-        options = WriteOptions(
+
+        def create(block_bytes: int | None) -> FileWriter:
+            options = WriteOptions(
+                block_size=block_bytes,
+                replication=replication,
+                permission=folder_mode & 0o666,
+                overwrite=False,
+                create_parent=False,
+            )
+            return self.call(f"creating {path}", lambda client: client.create(path, options))
+
+        def create_planned() -> FileWriter:
+            if planned_bytes is None:
+                return create(None)
             # HDFS charges a whole block to the quota while one is written, so no larger than
-            # needed; and at least 1 MiB, the smallest that a NameNode allows.
-            block_size=planned_bytes and -(-planned_bytes // _MIB) * _MIB,
-            replication=replication,
-            permission=folder_mode & 0o666,
-            overwrite=False,
-            create_parent=False,
-        )
-        doing = f"creating {path}"
+            # needed; and at least 1 MiB, the smallest that a NameNode allows unless told otherwise.
+            try:
+                return create(max(1, -(-planned_bytes // _MIB)) * _MIB)
+            except _BlockTooSmall:
+                return create(None)  # the usual size is not smaller than the least
+
         self.make_folder(path.rpartition("/")[0], folder_mode)  # of a new upload it is not there
-        writer = self._in_folder(
-            path,
-            folder_mode,
-            lambda: self.call(doing, lambda client: client.create(path, options)),
-        )
+        writer = self._in_folder(path, folder_mode, create_planned)
         return Writing(self, path, writer, self._limit_s)
 
     def call(self, doing: str, function: Callable[[Client], _T]) -> _T:
@@ -302,6 +309,10 @@ def _write_copies(writer: FileWriter, data: memoryview) -> None:
         writer.write(bytes(data[start : start + _COPY_BYTES]))
 
 
+class _BlockTooSmall(Unsupported):
+    """A file was to have smaller blocks than the NameNode allows."""
+
+
 class _NotEmpty(Conflict):
     """A folder with something in it cannot be deleted."""
 
@@ -343,7 +354,7 @@ def _translated(doing: str, why: Exception) -> YardError:
         kind = _BY_JAVA_CLASS.get(rpc[1], StoreUnavailable)
         text = f"{rpc[1]}: {rpc[2]}"
         if "replication factor" in text or "less than configured minimum" in text:
-            kind = Unsupported
+            kind = _BlockTooSmall if "min-block-size" in text else Unsupported
         running = _RUNNING.search(text)
         if running and int(running[1]) > int(running[2].replace("no", "0")):
             kind = StoreFull

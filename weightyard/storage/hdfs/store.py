@@ -187,7 +187,8 @@ class HdfsStore(Store):
         """A file that was not written at the first try is no finding yet: see docs/hdfs.md."""
         for attempt in range(_PROBES):
             try:
-                with self.stage(layout.staging(upload, "probe", attempt)) as stage:
+                name = layout.staging(upload, "probe", attempt)
+                with self.stage(name, FileOptions(planned_bytes=len(content))) as stage:
                     stage.write(content)
                     return stage.close()
             except StoreUnavailable as why:
