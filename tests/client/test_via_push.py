@@ -9,12 +9,24 @@ import numpy as np
 import pytest
 from cutting import Cutting
 from opened import Opens, same, spoil_answers
+from pushing import made_pack
 from service_world import World, counted_all, push
 
+from weightyard.client.catalogue import HttpCatalogue
+from weightyard.client.store import ServiceStore
 from weightyard.client.upload import HttpUpload
-from weightyard.errors import BlockCorrupt, NoSuchThing, RegistryUnavailable, Unsupported
+from weightyard.errors import (
+    BlockCorrupt,
+    FileMissing,
+    NoSuchThing,
+    RegistryUnavailable,
+    Unsupported,
+    YardError,
+)
 from weightyard.format.block import MIB
 from weightyard.names import ModelName, Ref
+from weightyard.records import Publication
+from weightyard.storage import layout
 
 KIB = 1024
 
@@ -96,6 +108,26 @@ def test_a_push_that_failed_at_its_end_does_not_send_its_packs_again(
     with opens(via="service") as yard:
         assert yard.push(folder, "team/bert").packs_written == 0
     assert came_in() < 16 * KIB
+
+
+def test_a_pack_the_service_did_not_take_stays_staged_to_be_sent_again(
+    world: World, url: str
+) -> None:
+    made, content = made_pack((b"weights", None))
+    with HttpCatalogue(url, world.secrets["boss"]) as catalogue:
+        upload = catalogue.open_upload(ModelName("team", "bert"), Publication())
+        store = ServiceStore(upload, url)
+        with store.stage(layout.staging(upload.id, made.pack.hex)) as stage:
+            stage.write(content)
+            staged = stage.close()
+        with pytest.raises(YardError) as refused:  # nobody has begun it
+            store.publish(staged, layout.pack(made.pack))
+        assert not isinstance(refused.value, FileMissing)
+        upload.begin_pack(made.pack)
+        store.publish(staged, layout.pack(made.pack))
+        with pytest.raises(FileMissing):
+            store.publish(staged, layout.pack(made.pack))
+    assert world.store.stat(layout.pack(made.pack)).length == len(content)
 
 
 def test_what_another_project_has_is_sent_all_the_same(

@@ -336,10 +336,10 @@ class SilentAbout(LocalStore):
         super().__init__(root)
         self._path = path
 
-    def locate(self, path: StorePath) -> Location:
+    def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
         if path == self._path:
             raise StoreUnavailable("no DataNode has it now")
-        return super().locate(path)
+        return super().locate(path, timeout_s=timeout_s)
 
 
 def test_an_entry_whose_file_does_not_answer_is_tried_again_and_holds_up_no_other(

@@ -43,9 +43,9 @@ class ReplicatingStore(LocalStore):
     def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
         return super().stage(path)
 
-    def locate(self, path: StorePath) -> Location:
+    def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
         self.located.append(path)
-        return super().locate(path)
+        return super().locate(path, timeout_s=timeout_s)
 
     def stat(self, path: StorePath) -> FileStat:
         return dataclasses.replace(super().stat(path), replication=self.usual)

@@ -38,11 +38,11 @@ class AskedStore(LocalStore):
         self.asked: Counter[str] = Counter()
         self.lock = threading.Lock()
 
-    def locate(self, path: StorePath) -> Location:
+    def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
         with self.lock:
             self.asked[path.text] += 1
         time.sleep(0.05)
-        return super().locate(path)
+        return super().locate(path, timeout_s=timeout_s)
 
     @property
     def asked_for_packs(self) -> int:

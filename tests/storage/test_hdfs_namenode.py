@@ -4,20 +4,23 @@ import json
 import random
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
 import pytest
 from hostile import ROUNDS, changed_json
+from waiting import eventually
 
-from weightyard.errors import StoreUnavailable
+from weightyard.errors import Cancelled, Retryable, StoreUnavailable
 from weightyard.settings import Settings
+from weightyard.storage.cancel import Cancel
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.configuration import Cluster
-from weightyard.storage.hdfs.fallbacks import WebHdfsReads
+from weightyard.storage.hdfs.fallbacks import NativeReads, WebHdfsReads
 from weightyard.storage.hdfs.namenode import (
     STALE_S,
     NameNode,
@@ -26,6 +29,7 @@ from weightyard.storage.hdfs.namenode import (
     _StatusAnswer,
     parse_locations,
 )
+from weightyard.storage.hdfs.native import Namespace
 from weightyard.storage.hdfs.wire import BlockAccess, BlockToken
 from weightyard.storage.store import Location, Read, StorePath
 
@@ -268,3 +272,107 @@ def test_a_gateway_that_breaks_off_is_unavailable_and_named() -> None:
         read = Read(77, memoryview(bytearray(1000)))
         with pytest.raises(StoreUnavailable, match="by WebHDFS"):
             WebHdfsReads(namenode).read(location, [read], Deadline.after(_LIMIT_S))
+
+
+class Trickling(OldGateway):
+    """Sends a byte now and then: there is always one before a time-out."""
+
+    def answer(self, code: int, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(4 * len(body)))
+        self.end_headers()
+        with suppress(OSError):  # whoever asked is gone
+            for byte in body * 4:
+                self.wfile.write(bytes([byte]))
+                time.sleep(0.05)
+
+
+class TricklingDataNode(Trickling):
+    """The same behind a NameNode, which redirects."""
+
+    def do_GET(self) -> None:
+        if "/webhdfs/" in self.path:
+            self.send_response(307)
+            self.send_header("Location", f"http://{self.headers['Host']}/datanode")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        else:
+            self.answer(200, self.content)
+
+
+class Silent(OldGateway):
+    """Lets connect and takes the question."""
+
+    def do_GET(self) -> None:
+        self.connection.settimeout(_LIMIT_S)
+        with suppress(OSError):
+            self.rfile.read(1)
+
+
+class SilentDataNode(TricklingDataNode):
+    def answer(self, code: int, body: bytes) -> None:
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.connection.settimeout(_LIMIT_S)
+        with suppress(OSError):
+            self.rfile.read(1)
+
+
+_WHOLE = Location(_PATH, len(OldGateway.content), ())
+
+
+def read_by_webhdfs(namenode: NameNode, deadline: Deadline) -> None:
+    WebHdfsReads(namenode).read(_WHOLE, [Read(0, memoryview(bytearray(2560)))], deadline)
+
+
+def locate(namenode: NameNode, deadline: Deadline) -> None:
+    namenode.locate(_PATH, deadline)
+
+
+@pytest.mark.parametrize(
+    ("kind", "ask"),
+    [
+        (Trickling, locate),
+        (Trickling, read_by_webhdfs),
+        (TricklingDataNode, read_by_webhdfs),
+        (Silent, locate),
+        (Silent, read_by_webhdfs),
+        (SilentDataNode, read_by_webhdfs),
+    ],
+)
+def test_however_slowly_bytes_come_the_deadline_holds(
+    kind: type[OldGateway], ask: Callable[[NameNode, Deadline], None]
+) -> None:
+    with behind(kind) as namenode:
+        began = time.monotonic()
+        with pytest.raises(Retryable):
+            ask(namenode, Deadline.after(0.3))
+        assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("kind", [TricklingDataNode, SilentDataNode])
+def test_a_read_by_webhdfs_can_be_cancelled_while_a_datanode_sends(kind: type[OldGateway]) -> None:
+    with behind(kind) as namenode:
+        cancel = Cancel()
+        later = threading.Timer(0.3, cancel.cancel)
+        later.start()
+        began = time.monotonic()
+        with pytest.raises(Cancelled):
+            read_by_webhdfs(namenode, Deadline.after(_LIMIT_S, cancel))
+        assert time.monotonic() - began < 5
+        later.join()
+
+
+def test_a_read_by_hdfs_native_ends_in_time_though_the_namenode_says_nothing() -> None:
+    before = set(threading.enumerate())
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"hdfs://127.0.0.1:{silent.getsockname()[1]}/yard"
+        cluster = Cluster.of(url, Settings(hadoop_conf_dir=None))
+        with closing(Namespace(cluster, limit_s=_LIMIT_S)) as namespace:
+            began = time.monotonic()
+            with pytest.raises(Retryable):
+                NativeReads(cluster, namespace).read(_WHOLE, [], Deadline.after(0.3))
+            assert time.monotonic() - began < 5
+    # The call that was given up on ends by itself. A thread in it at exit would end the process.
+    eventually(lambda: not {one for one in threading.enumerate() if one not in before})

@@ -29,7 +29,7 @@ from weightyard.storage.limit import AdaptiveLimit, LimitedStore, Rate
 from weightyard.storage.local import LocalStore
 from weightyard.storage.opening import folder_of, open_store
 from weightyard.storage.retry import Retry, RetryingStore
-from weightyard.storage.store import Location, Read, Replica, Served, Store
+from weightyard.storage.store import Location, Read, Replica, Served, Store, StorePath
 from weightyard.testing.faults import Fault, FaultyStore
 from weightyard.testing.store_contract import StoreContract, files_of, get, put, stage
 from weightyard.transfer.catalogue import MemoryCatalogue
@@ -226,6 +226,25 @@ def test_all_tries_of_a_read_share_the_time_the_caller_gave(tmp_path: Path) -> N
         RetryingStore(slow, QUICK).read(location, [Read(0, memoryview(bytearray(3)))], timeout_s=1)
     assert slow.given_s[0] <= 1
     assert all(later < sooner for sooner, later in itertools.pairwise(slow.given_s))
+
+
+def test_a_read_that_looks_its_file_up_again_does_so_in_the_time_the_caller_gave(
+    tmp_path: Path,
+) -> None:
+    class Located(_OneAnswer):
+        given_s: float | None = None
+
+        def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
+            self.given_s = timeout_s
+            return super().locate(path)
+
+    inner = LocalStore(tmp_path)
+    inner.init()
+    location = inner.locate(put(inner, b"abc"))
+    moved = Located(inner, StaleLocation("token expired"))
+    RetryingStore(moved, QUICK).read(location, [Read(0, memoryview(bytearray(3)))], timeout_s=2)
+    assert moved.given_s is not None
+    assert 0 < moved.given_s <= 2
 
 
 def test_the_failure_of_a_replica_the_caller_named_is_the_callers(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ class Replicated(FaultyStore):
         super().__init__(store)
         self._replicas = replicas
 
-    def locate(self, path: StorePath) -> Location:
-        found = super().locate(path)
+    def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
+        found = super().locate(path, timeout_s=timeout_s)
         spans = tuple(replace(span, replicas=self._replicas) for span in found.spans)
         return replace(found, spans=spans)
 

@@ -269,8 +269,8 @@ class RottenTail(LocalStore):
         self._before_end = before_end
         self._rotten = rotten
 
-    def locate(self, path: StorePath) -> Location:
-        found = super().locate(path)
+    def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
+        found = super().locate(path, timeout_s=timeout_s)
         replicas = tuple(Replica(f"{host}:1", host) for host in "abc")
         return Location(path, found.length, (Span(0, found.length, replicas),))
 
@@ -356,9 +356,9 @@ class CountingStore(LocalStore):
         staging.close = lambda: replace(close(), replicas=self._replicas)  # type: ignore[method-assign]
         return staging
 
-    def locate(self, path: StorePath) -> Location:
+    def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
         self.located.append(path)
-        return super().locate(path)
+        return super().locate(path, timeout_s=timeout_s)
 
 
 def test_replicas_counted_at_closing_are_not_asked_for_again_unless_too_few(

@@ -44,9 +44,9 @@ class Watched(FaultyStore):
         self._locating = locating
         self._reading = reading
 
-    def locate(self, path: StorePath) -> Location:
+    def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
         self._locating()
-        return super().locate(path)
+        return super().locate(path, timeout_s=timeout_s)
 
     def read(self, location: Location, reads: Sequence[Read], **how: Any) -> Served:
         self._reading()

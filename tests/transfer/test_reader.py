@@ -237,8 +237,8 @@ class OneFailsOneHangs(FaultyStore):
         self._asked = 0
         self.is_chased = threading.Event()
 
-    def locate(self, path: layout.StorePath) -> Location:
-        found = super().locate(path)
+    def locate(self, path: layout.StorePath, *, timeout_s: float | None = None) -> Location:
+        found = super().locate(path, timeout_s=timeout_s)
         replicas = tuple(Replica(f"dn{number}:1", f"dn{number}") for number in range(2))
         spans = (Span(0, found.length, replicas),)
         return Location(found.path, found.length, spans)
@@ -380,7 +380,7 @@ def test_locations_are_forgotten_in_time_and_bounded(tmp_path: Path) -> None:
     assert locations.get(layout.YARD) is None
 
     class Anywhere(LocalStore):
-        def locate(self, path: object) -> Location:
+        def locate(self, path: object, *, timeout_s: float | None = None) -> Location:
             return found
 
     anywhere = Anywhere(tmp_path)
@@ -397,9 +397,9 @@ class StaleOnce(FaultyStore):
         super().__init__(store)
         self._located: dict[str, int] = {}
 
-    def locate(self, path: layout.StorePath) -> Location:
+    def locate(self, path: layout.StorePath, *, timeout_s: float | None = None) -> Location:
         self._located[path.text] = self._located.get(path.text, 0) + 1
-        return super().locate(path)
+        return super().locate(path, timeout_s=timeout_s)
 
     def read(
         self,

@@ -257,8 +257,8 @@ from weightyard.transfer.source import MemorySource
 from weightyard.transfer.writer import Content, Writer
 
 class ThreeRacks(LocalStore):
-    def locate(self, path):
-        found = super().locate(path)
+    def locate(self, path, **how):
+        found = super().locate(path, **how)
         there = tuple(Replica(f"203.0.113.{i}:9866", f"n{i}", f"/rack-{i}") for i in (1, 2, 3))
         return replace(found, spans=tuple(replace(s, replicas=there) for s in found.spans))
 

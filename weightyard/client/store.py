@@ -51,13 +51,14 @@ class ServiceStore(Store):
 
     def publish(self, staged: StagedFile, path: StorePath) -> None:
         """Raises as the service does: PackInvalid, BlockCorrupt, BlockMissing, UploadExpired."""
-        content = self._staged.pop(staged.path, None)
+        content = self._staged.get(staged.path)
         if content is None:
             raise FileMissing(f"{staged.path} was not staged")
         self._upload.put_stored(path, MemorySource(content))
+        del self._staged[staged.path]  # not before: what was not published stays staged
         self._published[path] = FileStat(path, staged.length, 1, time.time())
 
-    def locate(self, path: StorePath) -> Location:
+    def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
         """Of a file published here. The service has seen to its copies, and tells of none."""
         return Location(path, self.stat(path).length, ())
 

@@ -249,8 +249,8 @@ class LimitedStore(Store):
     def list(self, folder: StorePath) -> Iterator[FileStat]:
         return self.store.list(folder)
 
-    def locate(self, path: StorePath) -> Location:
-        return self.store.locate(path)
+    def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
+        return self.store.locate(path, timeout_s=timeout_s)
 
     def read(
         self,

@@ -131,7 +131,7 @@ class LocalStore(Store):
                     continue
                 yield found
 
-    def locate(self, path: StorePath) -> Location:
+    def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
         length = self.stat(path).length
         return Location(path, length, (Span(0, length, (HERE,)),) if length else ())
 

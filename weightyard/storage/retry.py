@@ -123,8 +123,14 @@ class RetryingStore(Store):
             yield first
             yield from rest
 
-    def locate(self, path: StorePath) -> Location:
-        return self._retry.run("locate", lambda: self._store.locate(path))
+    def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
+        limit_s = self._retry.deadline_s if timeout_s is None else timeout_s
+        deadline = Deadline.after(limit_s)
+
+        def attempt() -> Location:
+            return self._store.locate(path, timeout_s=deadline.left(f"locating {path}"))
+
+        return self._retry.run("locate", attempt, deadline)
 
     def read(
         self,
@@ -150,7 +156,8 @@ class RetryingStore(Store):
             try:
                 return self._store.read(current, reads, timeout_s=left_s, cancel=cancel)
             except (StaleLocation, DataNodeFailed):
-                current = self._store.locate(location.path)
+                left_s = deadline.left(f"locating {location.path} again")
+                current = self._store.locate(location.path, timeout_s=left_s)
                 raise
 
         return self._retry.run("read", attempt, deadline)

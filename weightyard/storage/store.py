@@ -227,8 +227,11 @@ class Store(Closing):
         """All files below a folder, at any depth, in no order. A missing folder has none."""
 
     @abstractmethod
-    def locate(self, path: StorePath) -> Location:
-        """Where a file's bytes are, replica by replica. Raises FileMissing."""
+    def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
+        """Where a file's bytes are, replica by replica. Raises FileMissing.
+
+        It takes no longer than `timeout_s`, or than the store's calls do.
+        """
 
     @abstractmethod
     def read(

@@ -88,8 +88,8 @@ class FaultyStore(Store):
     def list(self, folder: StorePath) -> Iterator[FileStat]:
         return iter(self.call("list", lambda: [*self._store.list(folder)]))
 
-    def locate(self, path: StorePath) -> Location:
-        return self.call("locate", lambda: self._store.locate(path))
+    def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
+        return self.call("locate", lambda: self._store.locate(path, timeout_s=timeout_s))
 
     def read(
         self,

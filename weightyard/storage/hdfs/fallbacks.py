@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import http.client
 import re
+import socket
 import ssl
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from typing import Any, Protocol
 from urllib.parse import urlsplit
@@ -25,6 +26,7 @@ from weightyard.errors import (
     Unsupported,
 )
 from weightyard.settings import Settings
+from weightyard.storage.cancel import ended_by
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.configuration import Cluster
 from weightyard.storage.hdfs.namenode import NameNode
@@ -96,7 +98,8 @@ class NativeReads:
     def read(self, location: Location, reads: Sequence[Read], deadline: Deadline) -> None:
         doing = f"reading {location.path} by hdfs-native"
         file = self._cluster.at(location.path)
-        reader = self._namespace.call(doing, lambda client: client.read(file))
+        left_s = deadline.left(doing)
+        reader = self._namespace.call(doing, lambda client: client.read(file), left_s)
         if len(reader) < location.length:
             raise StaleLocation(f"{location.path} is shorter than it was")
         for wanted in reads:
@@ -132,13 +135,14 @@ class WebHdfsReads:
 
     def _read(self, location: Location, wanted: Read, deadline: Deadline) -> None:
         doing = f"reading {location.path} by WebHDFS"
-        answer = self._namenode.open(location.path, wanted.offset, len(wanted.into))
+        answer = self._namenode.open(location.path, wanted.offset, len(wanted.into), deadline)
         with closing(answer):
             redirect = answer.headers.get("Location")
             if redirect is None:
                 try:
-                    return _fill(answer.raw, wanted.into, doing, deadline)
+                    return _fill(partial(_receive, answer.raw), wanted.into, doing, deadline)
                 except (OSError, HTTPError) as why:
+                    deadline.left(doing)
                     raise StoreUnavailable(f"{doing}: {why!r}") from None
         url = urlsplit(redirect)
         limit_s = deadline.left_at_most(_SOCKET_S, doing)
@@ -154,15 +158,24 @@ class WebHdfsReads:
         )
         with closing(connection):
             try:
-                connection.request("GET", f"{url.path}?{url.query}")
-                # DataNodes end the connection with the answer: then only the answer has the socket.
-                with closing(connection.getresponse()) as response:
-                    if response.status == http.HTTPStatus.NOT_FOUND:
-                        raise FileMissing(f"{location.path} is not there")
-                    if response.status != http.HTTPStatus.OK:
-                        raise NoneServed(f"{doing}: {url.netloc} answered {response.status}")
-                    _fill(response, wanted.into, doing, deadline)
+                connection.connect()
+                opened = connection.sock
+                with ended_by(deadline.cancel, partial(_shut_down, opened), doing):
+                    connection.request("GET", f"{url.path}?{url.query}")
+                    # DataNodes end the connection with the answer: then only it has the socket.
+                    with closing(connection.getresponse()) as response:
+                        if response.status == http.HTTPStatus.NOT_FOUND:
+                            raise FileMissing(f"{location.path} is not there")
+                        if response.status != http.HTTPStatus.OK:
+                            raise NoneServed(f"{doing}: {url.netloc} answered {response.status}")
+
+                        def receive(into: memoryview) -> int:
+                            opened.settimeout(deadline.left_at_most(_SOCKET_S, doing))
+                            return _receive(response, into)
+
+                        _fill(receive, wanted.into, doing, deadline)
             except (OSError, http.client.HTTPException) as why:
+                deadline.left(doing)  # it may have been cut off for this
                 raise NoneServed(f"{doing}: {url.netloc}: {why!r}") from None
 
 
@@ -197,7 +210,7 @@ class LibhdfsReads:
                     file.seek(wanted.offset)
                     for start in range(0, len(wanted.into), _MIB):
                         into = wanted.into[start : start + _MIB]
-                        _fill(file, piece[: len(into)], doing, deadline)
+                        _fill(file.readinto, piece[: len(into)], doing, deadline)
                         # A call given up on goes on by itself, and must not write where the
                         # caller has other bytes by now.
                         with giving_up:
@@ -258,12 +271,28 @@ def _has_libhdfs(settings: Settings) -> bool:
     return any((folder / "libhdfs.so").is_file() for folder in folders)
 
 
-def _fill(source: Any, into: memoryview, doing: str, deadline: Deadline) -> None:
-    """Read a file-like source until the buffer is full."""
+def _fill(
+    receive: Callable[[memoryview], int], into: memoryview, doing: str, deadline: Deadline
+) -> None:
+    """Receive until the buffer is full."""
     rest = into
     while len(rest):
         deadline.left(doing)
-        got = source.readinto(rest[: 1 << 20])
+        got = receive(rest[:_MIB])
         if not got:
+            deadline.left(doing)  # it may have been cut off for this
             raise StaleLocation(f"{doing}: the file ends {len(rest)} bytes early")
         rest = rest[got:]
+
+
+def _receive(answer: Any, into: memoryview) -> int:
+    """What has come, at least a byte: waiting for more, one would not look at the deadline."""
+    data = answer.read1(len(into))
+    into[: len(data)] = data
+    return len(data)
+
+
+def _shut_down(opened: socket.socket) -> None:
+    """Have whoever waits for bytes of it, in the clear or by TLS, wait no longer."""
+    with suppress(OSError):
+        socket.socket.shutdown(opened, socket.SHUT_RDWR)

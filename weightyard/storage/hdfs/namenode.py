@@ -6,8 +6,9 @@ import ssl
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from email.utils import parsedate_to_datetime
+from io import BytesIO
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
@@ -15,6 +16,7 @@ import requests
 from hdfs.client import Client, InsecureClient, _Request
 from hdfs.util import HdfsError
 from requests.adapters import HTTPAdapter
+from urllib3.exceptions import HTTPError
 
 from weightyard.errors import (
     BadSetting,
@@ -84,7 +86,7 @@ class NameNode:
         file = self._cluster.at(path)
         try:
             with _translated(path):
-                answer = self._client.block_locations(file)
+                answer = self._client.block_locations(file, deadline=deadline)
                 raw = _body(answer, path, deadline)
                 now_s = _server_time_s(answer)
         except Unsupported:  # a gateway older than Hadoop 3.4 does not know locations
@@ -92,7 +94,9 @@ class NameNode:
             return Location(path, length, (Span(0, length, ()),) if length else ())
         return parse_locations(raw, path, self._cluster.uses_datanode_hostname, now_s)
 
-    def set_policy(self, path: StorePath, policy: str, *, is_empty: bool = False) -> None:
+    def set_policy(
+        self, path: StorePath, policy: str, deadline: Deadline, *, is_empty: bool = False
+    ) -> None:
         """Set a file's or folder's storage policy; existing blocks move in HDFS's own time.
 
         `is_empty`: a file that has no blocks yet, so that there is nothing to move.
@@ -100,20 +104,26 @@ class NameNode:
         """
         file = self._cluster.at(path)
         with _translated(path):
-            self._client.set_policy(file, storagepolicy=policy)
+            _body(
+                self._client.set_policy(file, storagepolicy=policy, deadline=deadline),
+                path,
+                deadline,
+            )
         if is_empty:
             return
         try:
             with _translated(path):
-                self._client.satisfy_policy(file)
+                _body(self._client.satisfy_policy(file, deadline=deadline), path, deadline)
         except (StoreUnavailable, Unsupported):
             pass  # Most clusters run no satisfier; there the mover does it.
 
-    def open(self, path: StorePath, offset: int, length: int) -> requests.Response:
+    def open(
+        self, path: StorePath, offset: int, length: int, deadline: Deadline
+    ) -> requests.Response:
         """Ask for bytes. The answer has them (a gateway), or redirects to a DataNode that does."""
         with _translated(path):
             answer: requests.Response = self._client.open_at(
-                self._cluster.at(path), offset=offset, length=length
+                self._cluster.at(path), offset=offset, length=length, deadline=deadline
             )
             return answer
 
@@ -123,10 +133,9 @@ class NameNode:
 
     def clock_s(self, deadline: Deadline) -> float:
         """What time it is there, to a second. Raises Unsupported if it does not say."""
-        root = StorePath("namenode")
-        with _translated(root):
-            answer = self._client.file_status("/")
-            _body(answer, root, deadline)
+        with _translated("/"):
+            answer = self._client.file_status("/", deadline=deadline)
+            _body(answer, "/", deadline)
         told = _server_time_s(answer)
         if told is None:
             raise Unsupported("the NameNode does not tell its time")
@@ -134,10 +143,9 @@ class NameNode:
 
     def is_transfer_encrypted(self, deadline: Deadline) -> bool:
         """Whether clients are told to encrypt what they send to DataNodes and get from them."""
-        root = StorePath("namenode")
-        with _translated(root):
-            raw = _body(self._client.server_defaults("/"), root, deadline)
-        return _decoded(raw, _DefaultsAnswer, root).fs_server_defaults.is_encrypted
+        with _translated("/"):
+            raw = _body(self._client.server_defaults("/", deadline=deadline), "/", deadline)
+        return _decoded(raw, _DefaultsAnswer, "/").fs_server_defaults.is_encrypted
 
     def close(self) -> None:
         self._client._session.close()
@@ -155,7 +163,7 @@ class NameNode:
 
     def _status(self, file: str, path: StorePath, deadline: Deadline) -> _Status:
         with _translated(path):
-            raw = _body(self._client.file_status(file), path, deadline)
+            raw = _body(self._client.file_status(file, deadline=deadline), path, deadline)
         return _decoded(raw, _StatusAnswer, path).file_status
 
 
@@ -270,18 +278,36 @@ class _DefaultsAnswer(msgspec.Struct):
 
 
 class _Operations:
-    """Operations of WebHDFS that the `hdfs` package does not declare."""
+    """Operations of WebHDFS that the `hdfs` package does not declare, each with a deadline."""
 
-    block_locations = _Request("GET", stream=True).to_method("GET_BLOCK_LOCATIONS")
-    file_status = _Request("GET", stream=True).to_method("GETFILESTATUS")
-    server_defaults = _Request("GET", stream=True).to_method("GETSERVERDEFAULTS")
-    open_at = _Request("GET", stream=True, allow_redirects=False).to_method("OPEN")
+    block_locations = _Request("GET").to_method("GET_BLOCK_LOCATIONS")
+    file_status = _Request("GET").to_method("GETFILESTATUS")
+    server_defaults = _Request("GET").to_method("GETSERVERDEFAULTS")
+    open_at = _Request("GET", allow_redirects=False).to_method("OPEN")
     set_policy = _Request("PUT").to_method("SETSTORAGEPOLICY")
     satisfy_policy = _Request("PUT").to_method("SATISFYSTORAGEPOLICY")
 
     def resolve(self, path: str) -> str:
         """A path means itself: the package would expand `#LATEST` in it."""
         return path
+
+    def _request(self, method: str, url: str, params: dict[str, Any], **more: Any) -> Any:
+        """As the package's, which has the same time-outs for every call and every NameNode."""
+        query = {**params}
+        deadline: Deadline = query.pop("deadline")
+        limits_s = [deadline.left_at_most(s, "asking a NameNode") for s in (_CONNECT_S, _ANSWER_S)]
+        answer = self._session.request(  # type: ignore[attr-defined]
+            method,
+            url,
+            params=query,
+            timeout=tuple(limits_s),
+            headers={"content-type": "application/octet-stream"},  # HttpFS wants it
+            stream=True,
+            **more,
+        )
+        if not answer.ok:  # the package will read what it says, and knows no deadline
+            answer.raw = BytesIO(_body(answer, url, deadline))
+        return answer
 
 
 class _SimpleClient(_Operations, InsecureClient):  # type: ignore[misc]
@@ -296,9 +322,8 @@ def _client(cluster: Cluster) -> Any:
     for scheme in ("http://", "https://"):
         session.mount(scheme, HTTPAdapter(pool_maxsize=32))
     urls = ";".join(cluster.webhdfs)
-    options = {"timeout": (_CONNECT_S, _ANSWER_S), "session": session}
     if not cluster.is_kerberos:
-        return _SimpleClient(urls, user=cluster.user, **options)
+        return _SimpleClient(urls, user=cluster.user, session=session)
     try:
         from hdfs.ext.kerberos import KerberosClient
     except ImportError:
@@ -307,21 +332,23 @@ def _client(cluster: Cluster) -> Any:
             "MIT's Kerberos are needed (libkrb5-dev or krb5-devel)"
         ) from None
     kind: type[Client] = type("_KerberosClient", (_Operations, KerberosClient), {})
-    return kind(urls, **options)
+    return kind(urls, session=session)
 
 
-def _body(answer: requests.Response, path: StorePath, deadline: Deadline) -> bytes:
+def _body(answer: requests.Response, path: StorePath | str, deadline: Deadline) -> bytes:
     parts, length = [], 0
-    for part in answer.iter_content(1 << 20):
-        deadline.left(f"asking a NameNode about {path}")
-        parts.append(part)
-        length += len(part)
-        if length > MAX_ANSWER_BYTES:
-            raise StoreUnavailable(f"{path}: an answer of over {MAX_ANSWER_BYTES} bytes")
+    with closing(answer):
+        # As it comes: what waits for more at once would not look at the deadline meanwhile.
+        while part := answer.raw.read1(1 << 20, decode_content=True):
+            deadline.left(f"asking a NameNode about {path}")
+            parts.append(part)
+            length += len(part)
+            if length > MAX_ANSWER_BYTES:
+                raise StoreUnavailable(f"{path}: an answer of over {MAX_ANSWER_BYTES} bytes")
     return b"".join(parts)
 
 
-def _decoded(raw: bytes, kind: type[_T], path: StorePath) -> _T:
+def _decoded(raw: bytes, kind: type[_T], path: StorePath | str) -> _T:
     try:
         return msgspec.json.decode(raw, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
@@ -348,7 +375,7 @@ _BY_EXCEPTION: dict[str, type[YardError]] = {
 
 
 @contextmanager
-def _translated(path: StorePath) -> Iterator[None]:
+def _translated(path: StorePath | str) -> Iterator[None]:
     """Turns what the client raises into the error tree, naming the file."""
     began = time.monotonic()
     try:
@@ -361,7 +388,7 @@ def _translated(path: StorePath) -> Iterator[None]:
             kind = Unsupported
         first_line = str(why).split("\n", 1)[0]
         raise kind(f"{path}: {first_line[:500]}") from None
-    except requests.RequestException as why:
+    except (requests.RequestException, HTTPError) as why:
         # Its text has the whole URL, which may hold a delegation token.
         waited_s = time.monotonic() - began
         said = f"{type(why).__name__} after {waited_s:.1f} s"

@@ -182,10 +182,15 @@ class Namespace:
         writer = self._in_folder(path, folder_mode, create_planned)
         return Writing(self, path, writer, self._limit_s)
 
-    def call(self, doing: str, function: Callable[[Client], _T]) -> _T:
-        """Ask a NameNode something."""
-        client = self._client
-        return self.watch(doing, self._answer_s, lambda: function(client), client)
+    def call(
+        self, doing: str, function: Callable[[Client], _T], limit_s: float | None = None
+    ) -> _T:
+        """Ask a NameNode something; `limit_s`: if its answer is of no use later."""
+        client, answer_s = self._client, self._answer_s
+        if limit_s is None or limit_s >= answer_s:
+            return self.watch(doing, answer_s, lambda: function(client), client)
+        # A client that had less time than it is due does not hang.
+        return self.watch(doing, limit_s, lambda: function(client))
 
     def watch(
         self,

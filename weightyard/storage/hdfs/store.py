@@ -114,7 +114,7 @@ class HdfsStore(Store):
         if options.policy is not None:
             # Blocks are placed by the policy at the time they are allocated: before the first byte.
             try:
-                self._namenode.set_policy(path, options.policy, is_empty=True)
+                self._namenode.set_policy(path, options.policy, self._deadline(None), is_empty=True)
             except BaseException:
                 stage.abort()
                 raise
@@ -141,8 +141,8 @@ class HdfsStore(Store):
                 continue
             yield _stat(path, status)
 
-    def locate(self, path: StorePath) -> Location:
-        return self._locate(path, self._deadline(None))
+    def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
+        return self._locate(path, self._deadline(timeout_s))
 
     def read(
         self,
@@ -165,7 +165,7 @@ class HdfsStore(Store):
         if options.replication is not None:
             self._namespace.set_replication(self._cluster.at(path), options.replication)
         if options.policy is not None:
-            self._namenode.set_policy(path, options.policy)
+            self._namenode.set_policy(path, options.policy, self._deadline(None))
 
     def probe(self) -> Mapping[ReadPath, str | None]:
         """Write a small file and read it each way: None where it came back, else why not.
