@@ -37,19 +37,19 @@ HERE = Path(__file__).parent
 
 def main(pytest_arguments: Sequence[str]) -> int:
     compose = Compose()
-    # What is in the profile `tests` is named here: built and run, never just started.
-    compose("build", "namenode", "weightyard", "tests", timeout_s=LONG_STEP_TIMEOUT_S)
     try:
+        # What is in the profile `tests` is named here: built and run, never just started.
+        compose("build", "namenode", "weightyard", "tests", timeout_s=LONG_STEP_TIMEOUT_S)
         compose("up", "--detach", *STORES)
         compose.wait_until_ready(*STORES_READY)
         compose(*RUN, "tests", CONTRACT, *pytest_arguments, timeout_s=LONG_STEP_TIMEOUT_S)
         tell_story(compose)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired, NotReady) as why:
         print(f"failed: {why}", file=sys.stderr)
-        compose("logs", "--tail", "40")
+        compose.attempt("logs", "--tail", "40")
         return 1
     finally:
-        compose("down", "--volumes", "--remove-orphans")
+        compose.attempt("down", "--volumes", "--remove-orphans")
     return 0
 
 
@@ -87,6 +87,13 @@ class Compose:
 
     def __call__(self, *arguments: str, timeout_s: float = STEP_TIMEOUT_S) -> None:
         self._subprocess(arguments, check=True, timeout=timeout_s)
+
+    def attempt(self, *arguments: str) -> None:
+        """For what comes after a failure, and must not hide it."""
+        try:
+            self(*arguments)
+        except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as why:
+            print(f"also failed: {why}", file=sys.stderr)
 
     def succeeds(self, *arguments: str) -> bool:
         done = self._subprocess(

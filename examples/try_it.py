@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -80,13 +81,13 @@ def push_example(settings: Settings, scratch: Path) -> None:
 
 def what_to_try(url: str, folder: str) -> list[str]:
     """Lines for a shell in which WEIGHTYARD_URL names the service."""
-    command = os.path.relpath(COMMAND)
+    command, has_curl = os.path.relpath(COMMAND), shutil.which("curl") is not None
     return [
         f"{command} ls {MODEL}",
         f"{command} diff {MODEL}@v1 {MODEL}@v2",
         f"{command} alias set {MODEL} prod v2 --reason 'looks better'",
         f"{command} pull {MODEL}@prod {shlex.quote(folder)}",
-        f"curl --fail --silent --show-error {url}/api/v1/models/{MODEL}",
+        *([f"curl --fail --silent --show-error {url}/api/v1/models/{MODEL}"] if has_curl else []),
     ]
 
 
