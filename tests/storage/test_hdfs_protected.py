@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import pwd
 import subprocess
-import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlsplit
 
 import pytest
+from over_webhdfs import ask, create
 
 from weightyard.doctor import examine
 from weightyard.errors import Unsupported
@@ -110,7 +108,7 @@ def test_in_an_encryption_zone_no_ciphertext_is_handed_out_and_doctor_says_why(
     make_zone(zone_cluster, root)
     with HdfsStore(url, settings) as store:
         store.init()
-        put_file(zone_cluster, f"{root}/packs/file")
+        create(zone_cluster, f"{root}/packs/file", CONTENT)
         (file,) = zone_cluster.replica_files(f"{root}/packs/file")
         assert file.path.read_bytes() != CONTENT
         location = store.locate(StorePath("packs/file"))
@@ -126,7 +124,7 @@ def test_in_an_encryption_zone_no_ciphertext_is_handed_out_and_doctor_says_why(
 
 
 def make_zone(cluster: MiniCluster, path: str) -> None:
-    put_http(webhdfs_url(cluster, path, op="MKDIRS"))
+    ask(cluster, "PUT", path, op="MKDIRS")
     (namenode,) = cluster.namenodes
     run_tool(
         namenode,
@@ -134,19 +132,3 @@ def make_zone(cluster: MiniCluster, path: str) -> None:
         "org.apache.hadoop.hdfs.tools.CryptoAdmin",
         *("-createZone", "-keyName", "key", "-path", path),
     )
-
-
-def put_file(cluster: MiniCluster, path: str) -> None:
-    answer = put_http(webhdfs_url(cluster, path, op="CREATE", noredirect="true"))
-    put_http(json.loads(answer)["Location"], CONTENT)
-
-
-def webhdfs_url(cluster: MiniCluster, path: str, **query: str) -> str:
-    query["user.name"] = pwd.getpwuid(os.geteuid()).pw_name
-    return f"{cluster.http_addresses[0]}/webhdfs/v1{path}?{urlencode(query)}"
-
-
-def put_http(url: str, data: bytes | None = None) -> bytes:
-    request = urllib.request.Request(url, method="PUT", data=data)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return bytes(answer.read())

@@ -1,22 +1,21 @@
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 import time
-import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
-from urllib.parse import parse_qs, urlencode, urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 import requests
 from hdfs_native import Client
+from over_webhdfs import ask
 from patience import be_patient
 from waiting import eventually
 
@@ -70,17 +69,6 @@ def store(cluster: MiniCluster) -> Iterator[HdfsStore]:
     with opened(cluster) as store:
         store.init()
         yield store
-
-
-def webhdfs(cluster: MiniCluster, method: str, url: str, **query: object) -> dict[str, object]:
-    user = opened(cluster)._cluster.user
-    path = urlsplit(url).path
-    request = urllib.request.Request(
-        f"{cluster.http_addresses[0]}/webhdfs/v1{path}?{urlencode({'user.name': user, **query})}",
-        method=method,
-    )
-    with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
-        return dict(json.loads(answer.read() or b"{}"))
 
 
 class TestHdfsStore(StoreContract):
@@ -157,7 +145,7 @@ def test_the_namenode_knows_the_policy_a_pack_has_from_staging_and_from_adjustin
     cluster: MiniCluster, store: HdfsStore
 ) -> None:
     def policy(path: StorePath) -> object:
-        said = webhdfs(cluster, "GET", f"{store.url}/{path}", op="GETSTORAGEPOLICY")
+        said = ask(cluster, "GET", f"{store.url}/{path}", op="GETSTORAGEPOLICY")
         assert isinstance(said["BlockStoragePolicy"], dict)
         return said["BlockStoragePolicy"]["name"]
 
@@ -168,7 +156,7 @@ def test_the_namenode_knows_the_policy_a_pack_has_from_staging_and_from_adjustin
 
 
 def test_a_full_quota_is_said_so_and_leaves_nothing(cluster: MiniCluster, store: HdfsStore) -> None:
-    webhdfs(cluster, "PUT", store.url, op="SETQUOTA", storagespacequota=2 << 20)
+    ask(cluster, "PUT", store.url, op="SETQUOTA", storagespacequota=2 << 20)
     upload = UploadId.new()
 
     def write_too_much() -> None:
@@ -195,10 +183,10 @@ def test_a_full_quota_of_names_is_said_so_and_leaves_nothing(
             return writing.close()
 
     first = write("first")
-    summary = webhdfs(cluster, "GET", store.url, op="GETCONTENTSUMMARY")["ContentSummary"]
+    summary = ask(cluster, "GET", store.url, op="GETCONTENTSUMMARY")["ContentSummary"]
     assert isinstance(summary, dict)
     names = summary["directoryCount"] + summary["fileCount"]
-    webhdfs(cluster, "PUT", store.url, op="SETQUOTA", namespacequota=names)
+    ask(cluster, "PUT", store.url, op="SETQUOTA", namespacequota=names)
     for act in (
         lambda: write("second"),
         lambda: stage(store, b"in a folder of its own"),
@@ -208,7 +196,7 @@ def test_a_full_quota_of_names_is_said_so_and_leaves_nothing(
             act()
     assert files_of(store, upload) == [first.path]
     assert list(store.list(layout.PACKS)) == []
-    webhdfs(cluster, "PUT", store.url, op="SETQUOTA", namespacequota=names + 1)
+    ask(cluster, "PUT", store.url, op="SETQUOTA", namespacequota=names + 1)
     path = layout.pack(PackId.new())
     store.publish(first, path)
     assert get(store, path) == b"x"
@@ -322,7 +310,7 @@ print(path)
 
     of_alice = run("alice")
     of_bob = run("bob", of_alice)
-    found = webhdfs(cluster, "GET", f"{url}/{of_bob}", op="GETFILESTATUS")["FileStatus"]
+    found = ask(cluster, "GET", f"{url}/{of_bob}", op="GETFILESTATUS")["FileStatus"]
     assert isinstance(found, dict)
     assert (found["owner"], found["group"], found["permission"]) == ("bob", "team", "660")
     run("alice", of_bob)
@@ -403,7 +391,7 @@ def test_a_viewfs_folder_is_a_store(cluster: MiniCluster, tmp_path: Path) -> Non
 
 def test_files_of_strangers_are_listed_past(cluster: MiniCluster, store: HdfsStore) -> None:
     path = put(store, b"x")
-    webhdfs(cluster, "PUT", f"{store.url}/packs/_odd%20name", op="MKDIRS")
+    ask(cluster, "PUT", f"{store.url}/packs/_odd%20name", op="MKDIRS")
     hostile = StorePath("packs/zz")
     staged = stage(store, b"y")
     store._namespace.rename(

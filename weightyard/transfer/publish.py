@@ -11,16 +11,13 @@ from pydantic import ValidationError
 from weightyard.errors import BadSetting, Conflict, ManifestInvalid, Retryable
 from weightyard.format import manifest as manifests
 from weightyard.format.manifest import Manifest
-from weightyard.logs import Log
 from weightyard.names import Digest
 from weightyard.records import Publication, Version
 from weightyard.storage import layout
 from weightyard.storage.store import FileOptions, Store
-from weightyard.transfer.catalogue import Catalogue, ManifestFile, Upload
+from weightyard.transfer.catalogue import ManifestFile, Upload
 from weightyard.transfer.durable import make_durable, was_counted
 from weightyard.transfer.once import is_there, read_each_replica, read_whole, write_once
-
-_log = Log(__name__)
 
 
 def checked_publication(said: Mapping[str, Any]) -> Publication:
@@ -83,14 +80,6 @@ def store_manifest(
             if published is not None and was_counted(published, min_replicas):
                 return
     make_durable(store, [path], min_replicas)
-
-
-def write_records(store: Store, catalogue: Catalogue) -> None:
-    """Write out the records of what was just done; if that fails, anyone can do it later."""
-    try:
-        catalogue.flush_outbox(store)
-    except Retryable as why:
-        _log.warning("yard.records_wait", reason=why)
 
 
 def read_manifest(store: Store, digest: Digest) -> Manifest:

@@ -204,15 +204,6 @@ class MiniCluster(Closing):
 
         wait_until(is_live, f"{datanode.name} live", self._timeout_s)
 
-    def wait_until_dead(self, datanode: Daemon) -> None:
-        """Until the NameNode has given up a DataNode that was killed or paused: about 15 s."""
-
-        def is_dead() -> bool:
-            live = live_datanodes(self.active.plan.http)
-            return live is not None and datanode.plan.address not in live
-
-        wait_until(is_dead, f"{datanode.name} dead", self._timeout_s)
-
     def fail_over(self) -> None:
         """Make the other NameNode of an HA pair active, also if the active one was killed."""
         if not self.plan.is_ha:
