@@ -7,6 +7,7 @@ import pytest
 from weightyard.errors import BadSetting
 from weightyard.settings import Settings
 from weightyard.storage.hdfs.configuration import Cluster
+from weightyard.storage.hdfs.store import HdfsStore
 from weightyard.storage.store import StorePath
 
 
@@ -139,3 +140,84 @@ def test_kerberos_is_kerberos_however_it_is_spelled(tmp_path: Path, spelled: str
     url, key = "hdfs://nn:8020/yard", "hadoop.security.authentication"
     assert cluster(tmp_path, url, **{key: spelled}).is_kerberos
     assert not cluster(tmp_path, url, **{key: "SIMPLE"}).is_kerberos
+
+
+def test_what_a_property_takes_from_others_is_put_in(tmp_path: Path) -> None:
+    found = cluster(
+        tmp_path,
+        "hdfs:///yard",
+        **{
+            "fs.defaultFS": "hdfs://${nn.host}:${nn.port}",
+            "nn.host": "${nn.name}.example",
+            "nn.name": "nn1",
+            "nn.port": "8020",
+            "of.nobody": "${no.such}",
+        },
+    )
+    assert found.authority == "nn1.example:8020"
+    assert found.properties["fs.defaultFS"].strip() == "hdfs://nn1.example:8020"
+    assert found.properties["of.nobody"].strip() == "${no.such}"
+
+
+@pytest.mark.parametrize("value", ["${one}", "${two}", "${one}${one}", "x${two}${two}" * 9])
+def test_properties_that_take_from_each_other_without_end_are_bounded(
+    tmp_path: Path, value: str
+) -> None:
+    with pytest.raises(BadSetting, match=r"one|two"):
+        cluster(tmp_path, "hdfs://nn:8020/yard", one=value, two="${one}")
+
+
+def configuration(*inside: str) -> str:
+    space = "xmlns:xi='http://www.w3.org/2001/XInclude'"
+    return f"<configuration {space}>{''.join(inside)}</configuration>"
+
+
+def prop(name: str, value: str) -> str:
+    return f"<property><name>{name}</name><value>{value}</value></property>"
+
+
+def test_files_that_a_configuration_includes_are_read(tmp_path: Path) -> None:
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "core-site.xml").write_text(
+        configuration(
+            prop("fs.defaultFS", "hdfs://old:8020"),
+            "<xi:include href='shared/cluster.xml'/>",
+            "<xi:include href='none.xml'><xi:fallback>",
+            prop("hadoop.security.authentication", "kerberos"),
+            "</xi:fallback></xi:include>",
+        )
+    )
+    (tmp_path / "shared" / "cluster.xml").write_text(
+        configuration("<xi:include href='name.xml'/>", prop("name", "nn"))
+    )
+    (tmp_path / "shared" / "name.xml").write_text(
+        configuration(prop("fs.defaultFS", "hdfs://${name}:8020"))
+    )
+    found = Cluster.of("hdfs:///yard", Settings(hadoop_conf_dir=tmp_path, webhdfs=()))
+    assert found.authority == "nn:8020"
+    assert found.is_kerberos
+
+
+@pytest.mark.parametrize(
+    ("href", "said"),
+    [
+        ("none.xml", "none.xml"),
+        ("core-site.xml", "deep"),
+        ("http://127.0.0.1:1/conf.xml", "http://127.0.0.1:1/conf.xml"),
+        ("", "href"),
+    ],
+)
+def test_what_cannot_be_included_is_refused_by_name(tmp_path: Path, href: str, said: str) -> None:
+    include = f"<xi:include href='{href}'/>"
+    (tmp_path / "core-site.xml").write_text(configuration(include, include))
+    with pytest.raises(BadSetting, match=said):
+        Cluster.of("hdfs://nn:8020/yard", Settings(hadoop_conf_dir=tmp_path))
+
+
+@pytest.mark.parametrize("url", ["hdfs://nn:8020", "hdfs://nn:8020/"])
+def test_the_root_of_hdfs_is_not_made_a_yard(url: str) -> None:
+    with (
+        HdfsStore(url, Settings(hadoop_conf_dir=None)) as store,
+        pytest.raises(BadSetting, match="hdfs://nn:8020/weightyard"),
+    ):
+        store.init()

@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import socket
-import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from urllib.parse import urlencode, urlsplit
+from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+from over_webhdfs import ask, create
 from patience import be_patient
 
 from weightyard.errors import DataNodeFailed, FileMissing, TooLarge, YardError
@@ -99,6 +99,31 @@ def test_a_record_with_a_wrong_byte_on_disk_is_read_from_another_replica(
     assert served.path != ReadPath.DIRECT
 
 
+def test_a_record_is_read_without_starting_a_jvm(
+    store: HdfsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hadoop, asked = tmp_path / "bin" / "hadoop", tmp_path / "asked"
+    for file in (hadoop, tmp_path / "lib" / "native" / "libhdfs.so"):
+        file.parent.mkdir(parents=True)
+        file.touch()
+    hadoop.write_text(f"#!/bin/sh\ntouch {asked}\nexit 1\n")
+    hadoop.chmod(0o755)
+    monkeypatch.setenv("CLASSPATH", "")
+    record = layout.journal(7)
+    with store.stage(layout.staging(UploadId.new(), "record")) as stage:
+        stage.write(CONTENT[:1000])
+        store.publish(stage.close(), record)
+    settings = store._settings.model_copy(update={"hadoop_home": tmp_path})
+    with HdfsStore(store.url, settings) as installed:
+        served = installed.read(store.locate(record), [Read(0, memoryview(bytearray(1000)))])
+        assert served.path == ReadPath.NATIVE
+        assert not asked.exists()
+    with HdfsStore(store.url, settings, read_paths=[ReadPath.LIBHDFS]) as only:
+        with pytest.raises(YardError, match="CLASSPATH"):
+            only.read(store.locate(record), [Read(0, memoryview(bytearray(1000)))])
+        assert asked.exists()
+
+
 def reads() -> list[Read]:
     ranges = [(0, 1), (9, 0), (511, 70_000), (len(CONTENT) - 5, 5), ((2 << 20) - 3, 7)]
     return [Read(offset, memoryview(bytearray(length))) for offset, length in ranges]
@@ -165,15 +190,10 @@ def test_an_erasure_coded_file_is_read_another_way(cluster: MiniCluster, store: 
     policy = "XOR-2-1-1024k"
     coded = urlsplit(store.url).path + "/packs/coded"
 
-    def ask(path: str, **query: str) -> bytes:
-        query["user.name"] = store._cluster.user
-        return put_http(f"{cluster.http_addresses[0]}/webhdfs/v1{path}?{urlencode(query)}")
-
-    ask("/", op="ENABLEECPOLICY", ecpolicy=policy)
-    ask(coded, op="MKDIRS")
-    ask(coded, op="SETECPOLICY", ecpolicy=policy)
-    answer = json.loads(ask(f"{coded}/file", op="CREATE", noredirect="true"))
-    put_http(answer["Location"], CONTENT)
+    ask(cluster, "PUT", "/", op="ENABLEECPOLICY", ecpolicy=policy)
+    ask(cluster, "PUT", coded, op="MKDIRS")
+    ask(cluster, "PUT", coded, op="SETECPOLICY", ecpolicy=policy)
+    create(cluster, f"{coded}/file", CONTENT)
 
     location = store.locate(StorePath("packs/coded/file"))
     assert [span.access for span in location.spans] == [None] * len(location.spans)
@@ -181,12 +201,6 @@ def test_an_erasure_coded_file_is_read_another_way(cluster: MiniCluster, store: 
     served = store.read(location, wanted)
     assert served.path == ReadPath.NATIVE
     assert_filled(wanted)
-
-
-def put_http(url: str, data: bytes | None = None) -> bytes:
-    request = urllib.request.Request(url, method="PUT", data=data)
-    with urllib.request.urlopen(request, timeout=60) as answer:
-        return bytes(answer.read())
 
 
 def test_a_probe_says_which_ways_work_and_leaves_nothing(store: HdfsStore) -> None:

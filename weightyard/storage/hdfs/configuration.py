@@ -17,6 +17,12 @@ from weightyard.storage.store import StorePath
 
 _FILES = ("core-site.xml", "hdfs-site.xml")
 _MAX_FILE_BYTES = 16 * 1024 * 1024
+_MAX_INCLUDED_DEPTH = 8
+_MAX_EXPANSIONS = 20  # Hadoop's own limit
+_MAX_VALUE_CHARS = 1024 * 1024
+_INCLUDE = "{http://www.w3.org/2001/XInclude}include"
+_FALLBACK = "{http://www.w3.org/2001/XInclude}fallback"
+_VARIABLE = re.compile(r"\$\{([^${}\s]+)\}")
 _HTTP_PORT, _HTTPS_PORT = 9870, 9871
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@~-]{0,254}", re.ASCII)
 _AUTHORITY = re.compile(r"[A-Za-z0-9._-]+(?::[0-9]{1,5})?|\[[0-9A-Fa-f:]+\](?::[0-9]{1,5})?")
@@ -36,8 +42,10 @@ class Configuration:
             folder = settings.hadoop_home / "etc" / "hadoop"
         values: dict[str, str] = {}
         for name in _FILES if folder is not None else ():
-            values.update(_properties(Path(folder or "", name)))
-        return cls(values)
+            file = Path(folder or "", name)
+            if (tree := _tree(file)) is not None:
+                _collect(tree, file, values)
+        return cls({name: _expanded(name, values) for name in values})
 
     def get(self, key: str) -> str | None:
         return self.values.get(key, "").strip() or None
@@ -108,25 +116,65 @@ def _own_name() -> str:
         raise BadSetting("this process's user has no name: set WEIGHTYARD_HDFS_USER") from None
 
 
-def _properties(file: Path) -> dict[str, str]:
+def _tree(file: Path) -> ElementTree.Element | None:
+    """A configuration file; None if there is none."""
     try:
         with file.open("rb") as opened:
             raw = opened.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError:
-        return {}
+        return None
     except OSError as why:
         raise BadSetting(f"{file}: {why.strerror}") from why
     if len(raw) > _MAX_FILE_BYTES:
         raise BadSetting(f"{file} is over {_MAX_FILE_BYTES} bytes: not a Hadoop configuration")
     try:
-        tree = ElementTree.fromstring(raw)
+        return ElementTree.fromstring(raw)
     except ElementTree.ParseError as why:
         raise BadSetting(f"{file} is not a Hadoop configuration: {why}") from None
-    return {
-        name.strip(): prop.findtext("value", "")
-        for prop in tree.iter("property")
-        if (name := prop.findtext("name"))
-    }
+
+
+def _collect(
+    tree: ElementTree.Element, file: Path, values: dict[str, str], above: tuple[Path, ...] = ()
+) -> None:
+    """Put in the properties of a file and of those it includes, a later one over an earlier."""
+    for element in tree:
+        if element.tag == "property":
+            if name := element.findtext("name"):
+                values[name.strip()] = element.findtext("value", "")
+        elif element.tag == _INCLUDE:
+            _include(element, file, values, (*above, file))
+        else:
+            _collect(element, file, values, above)
+
+
+def _include(
+    element: ElementTree.Element, file: Path, values: dict[str, str], above: tuple[Path, ...]
+) -> None:
+    href = element.get("href", "")
+    if not href or urlsplit(href).scheme not in ("", "file"):
+        raise BadSetting(f"{file}: only files can be included, by a href; not {href[:200]!a}")
+    included = file.parent / urlsplit(href).path
+    if included in above or len(above) > _MAX_INCLUDED_DEPTH:
+        raise BadSetting(f"{file}: {included} is included by itself or too deep")
+    if (tree := _tree(included)) is not None:
+        _collect(tree, included, values, above)
+    elif (fallback := element.find(_FALLBACK)) is not None:
+        _collect(fallback, file, values, above)
+    else:
+        raise BadSetting(f"{file} includes {included}, which is not there")
+
+
+def _expanded(name: str, values: Mapping[str, str]) -> str:
+    """A property with `${other}` replaced as Hadoop does; what nobody defines stays as it is."""
+    text = values[name]
+    for _ in range(_MAX_EXPANSIONS):
+        expanded = _VARIABLE.sub(lambda found: values.get(found[1], found[0]).strip(), text)
+        if len(expanded) > _MAX_VALUE_CHARS:
+            break
+        if expanded == text and not any(one in values for one in _VARIABLE.findall(text)):
+            return text
+        text = expanded
+    raise BadSetting(f"Hadoop's configuration: {name} takes from itself, or from too many others")
 
 
 def _resolve(url: str, configuration: Configuration) -> tuple[str, str]:

@@ -29,6 +29,7 @@ from weightyard.settings import Settings
 from weightyard.storage.cancel import ended_by
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.configuration import Cluster
+from weightyard.storage.hdfs.installed import has_libhdfs, provide_classes
 from weightyard.storage.hdfs.namenode import NameNode
 from weightyard.storage.hdfs.native import Namespace
 from weightyard.storage.hdfs.watched import Watched
@@ -249,12 +250,13 @@ class LibhdfsReads:
     def _connect(self) -> Any:
         # A JVM without Hadoop's classes prints pages, so it is tried only where the settings say
         # that there is a libhdfs, and once.
-        if not _has_libhdfs(self._settings):
+        if not has_libhdfs(self._settings):
             raise Unsupported("no libhdfs: HADOOP_HOME or ARROW_LIBHDFS_DIR name none")
         try:
             from pyarrow.fs import HadoopFileSystem
         except ImportError:
             raise Unsupported("libhdfs needs pyarrow: install weightyard[arrow]") from None
+        provide_classes(self._settings)
         host, _, port = self._cluster.authority.partition(":")
         user = None if self._cluster.is_kerberos else self._cluster.user
         try:
@@ -262,13 +264,6 @@ class LibhdfsReads:
         except OSError as why:
             first_line = str(why).split("\n", 1)[0]
             raise Unsupported(f"libhdfs does not work: {first_line[:300]}") from why
-
-
-def _has_libhdfs(settings: Settings) -> bool:
-    folders = [settings.libhdfs_dir] if settings.libhdfs_dir else []
-    if settings.hadoop_home:
-        folders.append(settings.hadoop_home / "lib" / "native")
-    return any((folder / "libhdfs.so").is_file() for folder in folders)
 
 
 def _fill(

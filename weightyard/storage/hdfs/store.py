@@ -10,6 +10,7 @@ from hdfs_native import FileStatus
 from typing_extensions import Buffer
 
 from weightyard.errors import (
+    BadSetting,
     FileMissing,
     InvalidName,
     StoreUnavailable,
@@ -56,13 +57,16 @@ _log = Log(__name__)
 
 _PROBES = 3
 
-CHECKED_PATHS = (ReadPath.LIBHDFS, ReadPath.NATIVE, ReadPath.WEBHDFS)
-"""Those on which HDFS's own checksums are looked at: others leave that to the reader."""
-
 UNCHECKED_PATHS = (ReadPath.SHORT_CIRCUIT, ReadPath.DIRECT)
 
-READ_PATHS = (*UNCHECKED_PATHS, *CHECKED_PATHS)
+READ_PATHS = (*UNCHECKED_PATHS, ReadPath.LIBHDFS, ReadPath.NATIVE, ReadPath.WEBHDFS)
 """The ways bytes can come, best first."""
+
+CHECKED_PATHS = (ReadPath.NATIVE, ReadPath.WEBHDFS, ReadPath.LIBHDFS)
+"""Those on which HDFS's own checksums are looked at: the others leave that to the reader.
+
+What needs them is small, and no reason to start libhdfs's JVM in this process.
+"""
 
 
 class HdfsStore(Store):
@@ -91,13 +95,16 @@ class HdfsStore(Store):
         self._locator = locator
         self._diagnosis = Diagnosis(self._locate, self._data_node_reader())
         self._reading = self._reading_by(read_paths)
-        careful = [path for path in read_paths if path in CHECKED_PATHS]
+        careful = [path for path in CHECKED_PATHS if path in read_paths]
         self._careful = self._reading_by(careful) if careful else self._reading
         self._mode: int | None = None
         if locator is None:
             _ = self._namenode, self._namespace  # what is wrong with the settings shows here
 
     def init(self, ownership: Ownership | None = None) -> None:
+        if not self._cluster.root:  # its mode and owner are everyone's
+            where = f"{self._cluster.url}/weightyard"
+            raise BadSetting(f"{self.url} is HDFS's root: name a folder, such as {where}")
         ownership = ownership or Ownership()
         for folder in (self._root, *map(self._cluster.at, layout.FOLDERS)):
             self._namespace.make_folder(folder, ownership.folder_mode)
