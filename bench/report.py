@@ -47,9 +47,9 @@ One file of random bytes, replication 1, in HDFS blocks of 128 MiB, into memory.
 beforehand where a row does not say *fresh* and the client lets one choose; hdfs-native always
 returns fresh memory. The limit is the same number of bytes through loopback sockets between two
 processes that do nothing else: who is near to it cannot be twice as fast as a peer that reaches
-half of it. *Short circuit* is what those can do who run on a DataNode's own host, of a cluster that is
-set up for it: they read the replica's file. All else, in this section and the others, is read through
-sockets, as from another host."""
+half of it. *Short circuit* is what those can do who run on a DataNode's own host, of a cluster that
+is set up for it: they read the replica's file. All else, in this section and the others, is read
+through sockets, as from another host."""
 
 _LOADING = """\
 ## From HDFS into tensors
