@@ -448,7 +448,8 @@ class Finding(Record):
     code: str = Field(
         description="Stable: missing, short, damaged, replica-damaged, unreachable, "
         "under-replicated, replication-low, block-missing, unknown-file, unknown-record, "
-        "record-missing, records-late, record-blocked",
+        "record-missing, record-damaged, record-different, records-late, record-blocked, "
+        "journal-missing, journal-damaged",
         examples=["damaged"],
     )
     subject: str = Field(description="A path below the store's root, or a version's ref")

@@ -215,6 +215,7 @@ def test_a_file_without_a_row_is_reported_and_left_alone(
 ) -> None:
     push(registry, store, noise(1))
     strays = ["packs/aa/" + "a" * 32, "packs/loose", "manifests/bb/" + "b" * 64, "packs/zz/deep/x"]
+    strays += ["models/loose", "models/team/bert/notes.txt", "journal/copy.json"]
     for stray in strays:
         (root / stray).parent.mkdir(parents=True, exist_ok=True)
         (root / stray).write_bytes(b"whose?")
@@ -248,6 +249,69 @@ def test_a_record_that_is_gone_is_written_again(registry: Registry, store: Local
     registry.heal(store, report)
     assert registry.check(store).is_clean
     assert store.stat(path).length
+
+
+@pytest.mark.parametrize(
+    "content", [b"", b'{"format":1,"version":{"mod', b'{"format":1,"version":{}}']
+)
+def test_reading_all_data_finds_a_record_that_cannot_be_read_and_healing_writes_it_again(
+    registry: Registry, store: LocalStore, root: Path, content: bytes
+) -> None:
+    version = push(registry, store, noise(1))
+    push(registry, store, noise(2))
+    registry.flush_outbox(store)
+    path = layout.record(BERT, 1)
+    before = read_whole(store, path)
+    (root / path.text).write_bytes(content)
+    assert registry.check(store).is_clean == bool(content), "an empty file is seen at once"
+    report = registry.check(store, read_data=True)
+    assert codes(report) == {("record-damaged", path.text)}
+    assert report.findings[0].versions == (version.ref,)
+    assert registry.heal(store, report).left == ()
+    assert registry.check(store, read_data=True).is_clean
+    assert read_whole(store, path) == before
+    (aside,) = store.list(layout.DAMAGED)
+    assert read_whole(store, aside.path) == content, "nothing is lost"
+
+
+def test_reading_all_data_finds_a_record_that_tells_of_other_content(
+    registry: Registry, store: LocalStore, root: Path
+) -> None:
+    version = push(registry, store, noise(1))
+    registry.flush_outbox(store)
+    path = layout.record(BERT, 1)
+    other = read_whole(store, path).replace(version.digest.encode(), b"0" * 64)
+    (root / path.text).write_bytes(other)
+    report = registry.check(store, read_data=True)
+    assert codes(report) == {("record-different", path.text)}
+    assert registry.heal(store, report).left == report.findings
+    assert read_whole(store, path) == other, "nobody else's file is touched"
+
+
+def test_a_journal_entry_that_is_gone_is_found(registry: Registry, store: LocalStore) -> None:
+    push(registry, store, noise(1), alias="prod")
+    assert registry.check(store).is_clean, "entries that are still in the outbox are not missing"
+    registry.flush_outbox(store)
+    first, *_, last = sorted(file.path.text for file in store.list(layout.JOURNAL))
+    store.delete(StorePath(first))
+    store.delete(StorePath(last))
+    report = registry.check(store)
+    assert codes(report) == {("journal-missing", first), ("journal-missing", last)}
+    assert registry.heal(store, report).left == report.findings, "only the store had them"
+
+
+def test_reading_all_data_finds_a_journal_entry_that_cannot_be_read(
+    registry: Registry, store: LocalStore, root: Path
+) -> None:
+    push(registry, store, noise(1), alias="prod")
+    registry.flush_outbox(store)
+    first, second, *_ = sorted(file.path.text for file in store.list(layout.JOURNAL))
+    (root / first).write_bytes(b"{half")
+    (root / second).write_bytes(read_whole(store, layout.journal(3)))
+    assert registry.check(store).is_clean, "without reading there is nothing to see"
+    report = registry.check(store, read_data=True)
+    assert codes(report) == {("journal-damaged", first), ("journal-damaged", second)}
+    assert (root / first).read_bytes() == b"{half"
 
 
 def test_a_record_that_is_back_is_not_written_again(

@@ -313,6 +313,26 @@ def test_what_cannot_be_brought_back_is_listed(
     assert version.number == 3 if lose is _swap_record else 2
 
 
+def test_what_is_gone_from_the_journal_is_listed_as_lost_and_not_looked_for_any_more(
+    registry: Registry, store: LocalStore, empty: Database
+) -> None:
+    push(registry, store, noise(1), alias="prod")
+    push(registry, store, noise(2), alias="prod")
+    registry.flush_outbox(store)
+    for sequence in (1, 3, 4):
+        store.delete(layout.journal(sequence))
+    report = rebuild(store, empty)
+    gone = "gone, with what changed then"
+    assert report.lost == (
+        f"{layout.journal(1)}: {gone}",
+        f"{layout.journal(3)} to {layout.journal(4)}: {gone}",
+    )
+    again = Registry(empty)
+    assert again.check(store, read_data=True).is_clean
+    store.delete(layout.journal(2))
+    assert [found.code for found in again.check(store).findings] == ["journal-missing"]
+
+
 def test_nothing_is_taken_over_by_a_rebuild_that_fails(
     registry: Registry, store: LocalStore, database: Database, empty: Database, tmp_path: Path
 ) -> None:

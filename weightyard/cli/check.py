@@ -29,8 +29,8 @@ def check(
     """Compare the catalogue with the store, and say what to do about what does not fit.
 
     Missing, short, under-replicated and damaged files, files without a row, blocks that lie in no
-    pack, and records that wait to be written. Nothing is removed. Exit code 5 if something is
-    found and not healed.
+    pack, records and journal entries that are gone or wait to be written. Nothing is removed. Exit
+    code 5 if something is found and not healed.
 
     Examples:
 

@@ -8,7 +8,7 @@ at again, and a row is marked damaged only if it is still in use.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -18,9 +18,9 @@ from sqlalchemy import Connection, Row, Table, func, select, update
 from weightyard.errors import FileMissing
 from weightyard.format.pack import Placement, read_entry
 from weightyard.logs import Log
-from weightyard.names import Digest, ModelName, PackId
+from weightyard.names import Digest, PackId
 from weightyard.records import CheckReport, Finding
-from weightyard.registry import damage, freshness, outbox, schema
+from weightyard.registry import damage, schema, told
 from weightyard.registry.database import Database, is_one_of
 from weightyard.registry.examine import Examined, examine_manifest, examine_pack
 from weightyard.registry.rows import batches
@@ -36,7 +36,6 @@ MAX_FINDINGS = 10_000
 
 _THREADS = 8
 _PREFIXES = tuple(f"{first:02x}" for first in range(256))
-_MODELS_PAGE = 500
 _AT_ONCE = 20_000
 """Files and rows of one kind in memory, about."""
 
@@ -46,15 +45,6 @@ _HEAL = "run `weightyard check --heal`"
 _BRING_BACK = "bring its DataNodes back, then check again"
 _HDFS_COPIES = "HDFS copies it by itself when enough DataNodes are up; check again later"
 _NOT_OURS = "gc leaves it alone; remove it by hand if nobody needs it"
-_WRITE_NOW = "run `weightyard check --heal`: it writes them, or says why it cannot"
-_UNBLOCK = {
-    outbox.Obstacle.NONE: "run `weightyard check --heal`: it writes it",
-    outbox.Obstacle.UNREADABLE: "run `weightyard check --heal`: it moves that file into `damaged`, "
-    "and writes what belongs there",
-    outbox.Obstacle.DIFFERENT: "`rebuild` would believe that file, not this registry: find out who "
-    "wrote it, move the file away, and run `weightyard check --heal`",
-}
-_OLD = "is the database an old copy? `weightyard rebuild` makes a new one from the store"
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,22 +185,10 @@ class _Checking:
                 self._report_unknown(path)
 
     def check_records(self) -> None:
-        """Every version has its record, and the store tells of none the registry does not know."""
-        if (late := self._database.read(outbox.late)) is not None:
-            self._add("records-late", late.oldest.text, str(late), _WRITE_NOW)
-        for path, obstacle in outbox.set_aside(self._database, self._store):
-            what = f"could not be written: the file of that name {obstacle.value}"
-            self._add("record-blocked", path.text, what, _UNBLOCK[obstacle])
-        for path in freshness.unknown_to(self._database, self._store):
-            self._add("unknown-record", path.text, "tells of what this registry never did", _OLD)
-        for model, numbers in _versions(self._database):
-            folder = StorePath(f"{layout.MODELS}/{model.project}/{model.name}")
-            there = {file.path for file in self._store.list(folder)}
-            for number in numbers:
-                path = layout.record(model, number)
-                if path not in there and not self._is_waiting(path):
-                    what = "is gone: without it `rebuild` loses the version"
-                    self._add("record-missing", path.text, what, _HEAL, [f"{model}@v{number}"])
+        """What the store tells by itself: all that `rebuild` needs, and nothing else."""
+        told.check_told(self._database, self._store, self._add, read_data=self._read_data)
+        for path in told.foreign_files(self._store):
+            self._report_unknown(path)
 
     def check_blocks(self) -> None:
         """Every block a version needs lies in some pack; of damaged packs was told before."""
@@ -311,17 +289,6 @@ class _Checking:
             else:
                 self._more_findings += 1
 
-    def _is_waiting(self, path: StorePath) -> bool:
-        """Whether a record is still in the outbox, or came out of it just now."""
-        waiting = select(schema.outbox.c.id).where(schema.outbox.c.path == path.text)
-        if self._database.read(lambda tx: tx.scalar(waiting)) is not None:
-            return True
-        try:
-            self._store.stat(path)
-        except FileMissing:
-            return False
-        return True
-
     def _count(self, **more: int) -> None:
         with self._lock:
             for name, amount in more.items():
@@ -346,26 +313,3 @@ def _say_whole(tx: Connection, kind: Kind, row: Row[Any], length: int, who: str)
     damage.unmark(tx, kind.table, row.id, who)
     if length != row.bytes:
         tx.execute(update(kind.table).where(kind.table.c.id == row.id).values(bytes=length))
-
-
-def _versions(database: Database) -> Iterator[tuple[ModelName, Sequence[int]]]:
-    """The numbers of every model's versions, one model's in memory at a time."""
-    last = 0
-    while page := database.read(partial(_models_after, last=last)):
-        for row in page:
-            numbers = database.read(partial(_numbers, model_row=row.id))
-            yield ModelName(row.project, row.name), numbers
-        last = page[-1].id
-
-
-def _models_after(tx: Connection, last: int) -> Sequence[Row[Any, Any, Any]]:
-    m = schema.models
-    wanted = select(m.c.id, m.c.project, m.c.name).where(m.c.id > last)
-    return tx.execute(wanted.order_by(m.c.id).limit(_MODELS_PAGE)).all()
-
-
-def _numbers(tx: Connection, model_row: int) -> Sequence[int]:
-    v = schema.versions
-    return tx.scalars(
-        select(v.c.number).where(v.c.model_id == model_row, v.c.removed_ms.is_(None))
-    ).all()

@@ -15,7 +15,7 @@ from typing import Any
 
 from sqlalchemy import Connection, Row, Table, exists, select
 
-from weightyard.errors import AlreadyThere, Damaged, FileMissing, NoSuchThing, Retryable
+from weightyard.errors import AlreadyThere, Damaged, FileMissing, NoSuchThing, Refused, Retryable
 from weightyard.format import manifest as manifests
 from weightyard.format.pack import MAX_PACK_BYTES, PACK_HEADER, PackBuilder, Placement
 from weightyard.logs import Log
@@ -100,7 +100,7 @@ class _Healing:
                 return self._rewrite(PackId(name))
             case "manifests", code if code in _BAD:
                 return self._restore(Digest(name))
-            case "models", "record-missing":
+            case "models", "record-missing" | "record-damaged":
                 return self._record_again(StorePath(finding.subject))
         return False
 
@@ -202,12 +202,20 @@ class _Healing:
         return None
 
     def _record_again(self, path: StorePath) -> bool:
+        """Have the record written as the version is now, in the place of one nobody can read."""
         version = history.record_of(path)
         if version is None:
             return False
-        with suppress(FileMissing):
-            self._store.stat(path)
+        try:
+            history.read_version(self._store, path)
             return True  # it is back, since it was looked for
+        except FileMissing:
+            pass
+        except Retryable as why:
+            _log.warning("heal.failed", path=path, reason=why)
+            return False
+        except (Damaged, Refused):
+            self._set_aside(path)
         ref = Ref(*version)
 
         def work(tx: Connection) -> None:

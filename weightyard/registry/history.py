@@ -6,9 +6,11 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
+from pydantic import ValidationError
 
 from weightyard.errors import InvalidName, ManifestInvalid, UnknownFormat
-from weightyard.names import ModelName
+from weightyard.names import Digest, ModelName
+from weightyard.records import Version
 from weightyard.storage.store import Store, StorePath
 from weightyard.transfer.once import read_whole
 
@@ -47,9 +49,30 @@ def read_record(store: Store, path: StorePath) -> RecordFile:
     return _read(store, path, RecordFile)
 
 
+def read_version(store: Store, path: StorePath) -> Version:
+    """The version a record tells of, which is the one its path names.
+
+    Raises FileMissing, ManifestInvalid, UnknownFormat.
+    """
+    try:
+        version = Version.model_validate(read_record(store, path).version)
+        Digest(version.digest)
+    except (ValidationError, InvalidName) as why:
+        raise ManifestInvalid(f"{path}: {str(why)[:200]}") from None
+    if record_of(path) != (ModelName.parse(version.model), version.number):
+        raise ManifestInvalid(f"{path}: is a record of {version.ref[:200]}")
+    return version
+
+
 def read_entry(store: Store, path: StorePath) -> JournalEntry:
-    """Raises FileMissing, ManifestInvalid, UnknownFormat."""
-    return _read(store, path, JournalEntry)
+    """The entry, which is the one its path names.
+
+    Raises FileMissing, ManifestInvalid, UnknownFormat.
+    """
+    entry = _read(store, path, JournalEntry)
+    if entry.sequence != sequence_of(path):
+        raise ManifestInvalid(f"{path}: is entry {entry.sequence} of the journal")
+    return entry
 
 
 def record_of(path: StorePath) -> tuple[ModelName, int] | None:

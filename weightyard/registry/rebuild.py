@@ -102,7 +102,7 @@ class _Rebuilding:
         if self._dedup is Dedup.PROJECT:
             self._give_packs_to_projects()
         self._raise_replication()
-        self._continue_journal(told.last_sequence)
+        self._continue_journal(told)
         damage.mark_versions(self._tx)
         return RebuildReport(
             registry_id=registry_id,
@@ -317,11 +317,13 @@ class _Rebuilding:
             asks = update(table).where(table.c.replication.is_not(None))
             self._tx.execute(asks.values(settle=Settle.REVIEW))
 
-    def _continue_journal(self, last_sequence: int) -> None:
-        """The next entry gets a number that none in the store has."""
-        if not last_sequence:
+    def _continue_journal(self, told: Retold) -> None:
+        """The next entry gets a number that none in the store has; `check` looks for the others."""
+        if not told.last_sequence:
             return
-        self._tx.execute(insert(schema.journal).values(id=last_sequence, at_ms=self._at_ms))
+        entries = {told.last_sequence: self._at_ms, **told.entries}
+        rows = [{"id": number, "at_ms": at_ms} for number, at_ms in sorted(entries.items())]
+        insert_missing(self._tx, schema.journal, rows)
 
     def _file(self, name: str, file: FileStat) -> dict[str, Any]:
         return {

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Annotated, Any
 
 import msgspec
 from pydantic import ValidationError
 
 from weightyard.errors import Damaged, InvalidName, Refused
-from weightyard.names import MAX_STEP, AliasName, Digest, ModelName, Ref
+from weightyard.names import MAX_STEP, AliasName, ModelName, Ref
 from weightyard.records import Retention, Version
 from weightyard.registry import history
 from weightyard.registry.history import JournalEntry
@@ -66,6 +67,8 @@ class Retold:
 
     models: dict[ModelName, RetoldModel] = field(default_factory=dict)
     last_sequence: int = 0
+    entries: dict[int, int] = field(default_factory=dict)
+    """Which entries of the journal were understood, and when each was made."""
     lost: list[str] = field(default_factory=list)
     """Files that tell nothing any more, each with the reason."""
 
@@ -77,6 +80,7 @@ def retell(store: Store) -> Retold:
         telling.hear_record(file.path)
     for path in sorted(file.path for file in store.list(layout.JOURNAL)):
         telling.hear_entry(path)
+    telling.miss_entries()
     for model in telling.told.models.values():
         _settle(model)
     return telling.told
@@ -101,6 +105,7 @@ def millis(version: Version) -> int:
 class _Telling:
     def __init__(self, store: Store) -> None:
         self.told = Retold()
+        self._sequences: set[int] = set()
         self._store = store
         self._verbs: dict[str, Callable[[JournalEntry], None]] = {
             "model": self._made,
@@ -123,11 +128,7 @@ class _Telling:
         model = self._model(name)
         model.last_number = max(model.last_number, number)
         with self._losing(path):
-            version = Version.model_validate(history.read_record(self._store, path).version)
-            if (version.model, version.number) != (str(name), number):
-                raise InvalidName(f"is a record of {version.ref}")
-            Digest(version.digest)
-            model.versions[number] = version
+            model.versions[number] = history.read_version(self._store, path)
 
     def hear_entry(self, path: StorePath) -> None:
         sequence = history.sequence_of(path)
@@ -135,11 +136,22 @@ class _Telling:
             self.told.lost.append(f"{path}: not the name of a journal entry")
             return
         self.told.last_sequence = max(self.told.last_sequence, sequence)
+        self._sequences.add(sequence)
         with self._losing(path):
             entry = history.read_entry(self._store, path)
             if entry.what not in self._verbs:
                 raise InvalidName(f"tells of {entry.what[:40]!a}, which is not known")
             self._verbs[entry.what](entry)
+            self.told.entries[sequence] = entry.at_ms
+
+    def miss_entries(self) -> None:
+        """The journal has no gaps, so what is not there was there once."""
+        there = sorted({0, self.told.last_sequence, *self._sequences})
+        for before, after in pairwise(there):
+            if gap := range(before + 1, after):
+                first, last = layout.journal(gap[0]), layout.journal(gap[-1])
+                files = f"{first}" if len(gap) == 1 else f"{first} to {last}"
+                self.told.lost.append(f"{files}: gone, with what changed then")
 
     def _made(self, entry: JournalEntry) -> None:
         model = self._model(ModelName.parse(entry.subject))
