@@ -142,7 +142,7 @@ class Catalogued(ABC):
         )
 
     def rollback_alias(self, name: str, alias: str, *, reason: str = "") -> AliasMove:
-        """Put an alias back where it was before its last move."""
+        """Put an alias back on the version it was on before; done again, one further back."""
         moved = self.catalogue.rollback_alias(
             ModelName.parse(name), AliasName(alias), reason=reason
         )

@@ -238,6 +238,24 @@ def test_an_alias_moves_with_its_history(registry: Registry, store: Store) -> No
     assert registry.alias(BERT, prod) == 1
 
 
+def test_a_rollback_goes_back_along_the_history_and_never_to_what_was_left(
+    registry: Registry, store: Store
+) -> None:
+    prod = AliasName("prod")
+    for content in (b"one", b"two", b"three"):
+        push(registry, store, content, alias="prod")
+    registry.move_alias(BERT, prod, 3, reason="once more")
+    assert registry.rollback_alias(BERT, prod).after == 2, "a move on the spot is none"
+    assert registry.rollback_alias(BERT, prod).after == 1
+    with pytest.raises(NoSuchThing, match="nowhere before"):
+        registry.rollback_alias(BERT, prod)
+    registry.move_alias(BERT, prod, 3)
+    assert registry.rollback_alias(BERT, prod).after == 1
+    registry.move_alias(BERT, prod, None)
+    assert registry.rollback_alias(BERT, prod).after == 1, "a removal is taken back, too"
+    assert len(registry.alias_log(BERT, prod)) == 10, "every move is kept"
+
+
 def test_a_version_with_an_alias_or_a_child_is_protected(registry: Registry, store: Store) -> None:
     push(registry, store, b"one", alias="prod")
     push(registry, store, b"two", parent="team/bert@v1")

@@ -92,7 +92,10 @@ def log(
 @app.command()
 @command
 def rollback(session: Session, name: _Name, alias: _Alias, reason: _Reason = "") -> None:
-    """Put an alias back where it was before its last move.
+    """Put an alias back on the version it was on before; done again, one further back.
+
+    Going back, by this or by `alias set`, takes a step of the way back: a rollback never goes
+    forward to a version the alias was taken back from. `alias log` shows all moves.
 
     Example: weightyard alias rollback team/bert prod --reason 'latency'
     """

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 
-from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, delete, func, insert, select, update
 
 from weightyard.errors import AliasMoved, NoSuchThing
 from weightyard.names import AliasName, ModelName, Ref
@@ -130,10 +131,28 @@ def _of(model_row: int, alias: AliasName) -> tuple[ColumnElement[bool], ...]:
 def rollback(
     tx: Connection, model: ModelName, alias: AliasName, *, who: str, reason: str = ""
 ) -> AliasMove:
-    """Put an alias back where it was before its last move. Raises NoSuchThing."""
-    moves = log(tx, model, alias, limit=1)
-    if not moves or moves[0].before is None:
-        raise NoSuchThing(f"{model}: alias {alias} was nowhere before")
-    last = moves[0]
-    why = reason or f"rollback of the move to {last.after}"
-    return move(tx, model, alias, last.before, who=who, reason=why, expect=last.after)
+    """Put an alias back on the version it was on before; done again, one further back.
+
+    It never goes forward to a version the alias was taken back from. Raises NoSuchThing.
+    """
+    model_id = versions.model_row(tx, model).id
+    moves = select(_moves.c.before, _moves.c.after).where(*_of(model_id, alias))
+    way = _way(tx.execute(moves.order_by(_moves.c.id)).all())
+    if len(way) < 2 or way[-2] is None:
+        raise NoSuchThing(f"{model}: alias {alias} was nowhere before: set it on a version")
+    left = "its removal" if way[-1] is None else f"the move to v{way[-1]}"
+    why = reason or f"rollback of {left}"
+    return move(tx, model, alias, way[-2], who=who, reason=why, expect=way[-1])
+
+
+def _way(moves: Sequence[Row[int | None, int | None]]) -> list[int | None]:
+    """Where an alias was, the last where it is: without steps on the spot, and those taken back."""
+    way: list[int | None] = []
+    for before, after in moves:
+        if before is not None and way[-1:] != [before]:  # moves are missing, lost with a journal
+            way.append(before)
+        if way[-2:-1] == [after]:
+            way.pop()
+        elif way[-1:] != [after]:
+            way.append(after)
+    return way

@@ -124,6 +124,6 @@ async def alias_log(
 async def roll_back(
     yard: Yard, caller: Caller, model: Named, alias: Aliased, body: Reason | None = None
 ) -> AliasMove:
-    """Put an alias back where it was before its last move."""
+    """Put an alias back on the version it was on before; done again, one further back."""
     reason = body.reason if body is not None else ""
     return await yard.ask(yard.registry.rollback_alias, model, alias, who=caller.who, reason=reason)

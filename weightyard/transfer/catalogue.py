@@ -236,7 +236,10 @@ class Catalogue(Placements, Protocol):
         """The moves of an alias, newest first, those up to a time and before one's number."""
 
     def rollback_alias(self, name: ModelName, alias: AliasName, *, reason: str = "") -> AliasMove:
-        """Put an alias back where it was before its last move. Raises NoSuchThing."""
+        """Put an alias back on the version it was on before; done again, one further back.
+
+        Raises NoSuchThing.
+        """
 
     def open_upload(self, model: ModelName, publication: Publication) -> Upload:
         """Begin a version of a model, which need not exist yet.
