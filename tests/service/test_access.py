@@ -399,3 +399,32 @@ class TestProxy:
             by = {"headers": {"X-User": "someone"}, "peer": "10.1.2.3", "token": None}
             assert world.call("GET", "models", **by).status_code == 200
             assert world.call("POST", "models", json={"name": "a/b"}, **by).status_code == 403
+
+    def test_revoking_a_token_takes_rights_away_and_gives_none(self, tmp_path: Path) -> None:
+        settings = {
+            "proxy_header": "X-User",
+            "proxy_addresses": "10.1.2.3",
+            "proxy_role": "write",
+        }
+        with make_world(tmp_path / "4", **settings) as world:
+            by = {"headers": {"X-User": "reader"}, "peer": "10.1.2.3", "token": None}
+            assert world.call("GET", "models", **by).status_code == 200
+            world.registry.revoke_token(TokenName("reader"))
+            assert world.call("GET", "models", **by).status_code == 403
+            assert world.call("POST", "models", json={"name": "a/b"}, **by).status_code == 403
+
+    @pytest.mark.parametrize("user", ["alice/admin@REALM", "CORP\\alice", "Alice Smith"])
+    def test_users_whose_name_no_token_can_have_are_users_too(
+        self, tmp_path: Path, world: World, user: str
+    ) -> None:
+        assert self.ask(world, user) == 403
+        settings = {
+            "proxy_header": "X-User",
+            "proxy_addresses": "10.1.2.3",
+            "proxy_role": "read",
+        }
+        with make_world(tmp_path / "5", **settings) as common:
+            by = {"headers": {"X-User": user}, "peer": "10.1.2.3", "token": None}
+            assert common.call("GET", "models", **by).status_code == 200
+            by["headers"] = {"X-User": user * 20}
+            assert common.call("GET", "models", **by).status_code == 401

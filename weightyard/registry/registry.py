@@ -314,6 +314,7 @@ class Registry(Closing):
         return self.database.read(lambda tx: tokens.find(tx, secret))
 
     def token_named(self, name: TokenName) -> Token | None:
+        """The token of this name, also if it is revoked."""
         return self.database.read(lambda tx: tokens.find_named(tx, name))
 
     def has_tokens(self) -> bool:

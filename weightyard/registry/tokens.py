@@ -66,10 +66,8 @@ def find(tx: Connection, secret: str) -> Token | None:
 
 
 def find_named(tx: Connection, name: TokenName) -> Token | None:
-    """The token of this name, unless it is revoked."""
-    row = tx.execute(
-        select(_t).where(_t.c.name == name.text, _t.c.revoked_ms.is_(None))
-    ).one_or_none()
+    """The token of this name, also if it is revoked: names are not used twice."""
+    row = tx.execute(select(_t).where(_t.c.name == name.text)).one_or_none()
     return None if row is None else _as_token(row)
 
 

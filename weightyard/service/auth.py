@@ -173,8 +173,18 @@ def _user_by_proxy(service: Service, peer: str, headers: Headers) -> str | None:
 
 
 async def _by_proxy(service: Service, user: str) -> Principal:
-    """A user has the rights of the token of that name, else those all users have."""
-    token = await service.ask(service.registry.token_named, TokenName(user))
+    """A user has the rights of the token of that name, else those all users have.
+
+    Whoever's token was revoked has none: that must not give them what all users have.
+    """
+    try:
+        name = TokenName(user)
+    except InvalidName:  # `alice/admin@REALM`, `CORP\alice`: no token can have such a name
+        token = None
+    else:
+        token = await service.ask(service.registry.token_named, name)
+    if token is not None and token.revoked is not None:
+        raise NotAllowed(f"{user} has no rights here: the token of that name was revoked")
     if token is not None:
         return Principal.of(token)
     if service.settings.proxy_role is None:
