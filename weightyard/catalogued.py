@@ -11,6 +11,8 @@ from weightyard.errors import Changed
 from weightyard.names import AliasName, ModelName, Ref
 from weightyard.records import AliasMove, Model, Retention, Version
 from weightyard.transfer.catalogue import ANYTHING, Catalogue
+from weightyard.transfer.publish import checked_publication
+from weightyard.transfer.strict_json import checked_reason
 
 _T = TypeVar("_T")
 
@@ -90,13 +92,14 @@ class Catalogued(ABC):
             if values is not None:
                 merged = {**getattr(version, name), **values}
                 changes[name] = {key: value for key, value in merged.items() if value is not None}
+        checked_publication(changes)
         annotated = self.catalogue.annotate(Ref.parse(version.ref), changes, expect=expect)
         self.settle()
         return annotated
 
     def delete(self, ref: str, *, reason: str = "") -> Version:
         """Take a version out of sight. Raises NoSuchThing, Protected."""
-        removed = self.catalogue.remove(Ref.parse(ref), reason=reason)
+        removed = self.catalogue.remove(Ref.parse(ref), reason=checked_reason(reason))
         self.settle()
         return removed
 
@@ -123,7 +126,7 @@ class Catalogued(ABC):
         number = self.resolve(f"{model}@{to}").number if isinstance(to, str) else to
         expected = ANYTHING if expect is None else expect or None  # versions count from 1
         moved = self.catalogue.move_alias(
-            model, AliasName(alias), number, reason=reason, expect=expected
+            model, AliasName(alias), number, reason=checked_reason(reason), expect=expected
         )
         self.settle()
         return moved
@@ -144,7 +147,7 @@ class Catalogued(ABC):
     def rollback_alias(self, name: str, alias: str, *, reason: str = "") -> AliasMove:
         """Put an alias back on the version it was on before; done again, one further back."""
         moved = self.catalogue.rollback_alias(
-            ModelName.parse(name), AliasName(alias), reason=reason
+            ModelName.parse(name), AliasName(alias), reason=checked_reason(reason)
         )
         self.settle()
         return moved

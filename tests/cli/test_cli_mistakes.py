@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -171,6 +172,34 @@ def test_a_folder_keeps_one_copy(cli: Cli, base: Path) -> None:
 
 def test_a_message_too_long_is_refused_before_anything_is_read(cli: Cli, base: Path) -> None:
     assert "message" in cli.refused(2, "push", base, BERT, "-m", "x" * 10_001)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--tag", b"k=\xff"), ("--metadata", b"k=\xff"), ("--message", b"\xff"), ("--tag", b"\xff=v")],
+)
+def test_text_that_is_none_is_refused_before_anything_is_sent(
+    cli: Cli, base: Path, option: str, value: bytes
+) -> None:
+    text = os.fsdecode(value)
+    assert cli.refused(2, "push", base, BERT, option, text).startswith(f"weightyard: {option[2:]}")
+    cli.ok("push", base, BERT)
+    assert cli.refused(2, "annotate", BERT, option, text).startswith(f"weightyard: {option[2:]}")
+    assert cli.json("show", BERT)["number"] == 1
+
+
+def test_a_reason_that_is_no_text_is_refused_and_nothing_is_done(cli: Cli, base: Path) -> None:
+    cli.ok("push", base, BERT, "--alias", "prod")
+    cli.ok("push", base, BERT, "--alias", "prod")
+    bad = ("--reason", os.fsdecode(b"\xff"))
+    for command in (
+        ("alias", "set", BERT, "next", "v1"),
+        ("alias", "rollback", BERT, "prod"),
+        ("alias", "rm", BERT, "prod"),
+        ("rm", f"{BERT}@v1", "--yes"),
+    ):
+        assert cli.refused(2, *command, *bad).startswith("weightyard: reason: ")
+    assert cli.json("show", BERT)["aliases"] == ["prod"]
 
 
 def test_with_json_an_error_is_json_too(cli: Cli) -> None:

@@ -13,6 +13,7 @@ from weightyard.records import AliasMove
 from weightyard.registry import outbox, schema, versions
 from weightyard.registry.rows import clock, moment, record_event
 from weightyard.transfer.catalogue import ANYTHING, Anything
+from weightyard.transfer.strict_json import checked_reason
 
 _a, _moves = schema.aliases, schema.alias_moves
 
@@ -69,7 +70,7 @@ def move(
             after=to,
             who=who,
             at_ms=at_ms,
-            reason=reason,
+            reason=checked_reason(reason),
         )
     )
     moved = AliasMove(

@@ -28,6 +28,7 @@ from weightyard.registry.database import now_ms
 from weightyard.registry.rows import clock, insert_missing, moment, record_event, some
 from weightyard.registry.schema import FileState
 from weightyard.transfer.publish import checked_publication
+from weightyard.transfer.strict_json import checked_reason
 
 _log = Log(__name__)
 
@@ -377,6 +378,7 @@ def remove(tx: Connection, ref: Ref, who: str, reason: str = "") -> Version:
 
     Raises NoSuchThing, Protected.
     """
+    checked_reason(reason)
     row = hold(tx, find(tx, ref), alone=True)
     if why := why_protected(tx, row):
         raise Protected(f"{ref.model}@v{row.number}: {why}")

@@ -18,16 +18,31 @@ from weightyard.storage.store import FileOptions, Store
 from weightyard.transfer.catalogue import ManifestFile, Upload
 from weightyard.transfer.durable import make_durable, was_counted
 from weightyard.transfer.once import is_there, read_each_replica, read_whole, write_once
+from weightyard.transfer.strict_json import why_not_kept
+
+_SAID_FREELY = ("message", "metrics", "tags", "metadata", "config")
 
 
 def checked_publication(said: Mapping[str, Any]) -> Publication:
-    """What a writer says of its version. Raises BadSetting where something is over its bound."""
+    """What a writer says of its version.
+
+    Raises BadSetting where something is over its bound, or could not be kept as it is.
+    """
     try:
-        return Publication(**said)
+        publication = Publication(**said)
     except ValidationError as why:
         first = why.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
-        raise BadSetting(f"{where}: {first['msg']}") from None
+        raise BadSetting(_showable(f"{where}: {first['msg']}")) from None
+    for name in _SAID_FREELY:
+        if what := why_not_kept(getattr(publication, name)):
+            raise BadSetting(f"{name}: {what}")
+    return publication
+
+
+def _showable(text: str) -> str:
+    """Half characters came in by a command line, and no terminal takes them."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def publish(
