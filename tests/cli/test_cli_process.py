@@ -41,6 +41,24 @@ def test_both_names_work_with_output_and_errors_apart(cli: Cli, base: Path) -> N
     assert failed.stderr.startswith("weightyard: no model team/nope")
 
 
+def test_what_nobody_foresaw_is_reported_as_a_bug() -> None:
+    broken = (
+        "from weightyard.cli import app, main\n"
+        "@app.command()\n"
+        "def broken():\n"
+        "    raise KeyError('x')\n"
+        "main()\n"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", broken, "broken"], capture_output=True, text=True, timeout=60
+    )
+    assert (ran.returncode, ran.stdout) == (70, "")
+    assert "Traceback" in ran.stderr, "which a report needs"
+    assert (
+        ran.stderr.splitlines()[-1] == "weightyard: bug: KeyError: 'x'. Please report all of this"
+    )
+
+
 def test_a_reader_that_leaves_early_is_no_error_message(cli: Cli, base: Path) -> None:
     cli.ok("push", base, BERT)
     line = f"{' '.join(cli.command('show', BERT, '--json'))} | head -1"

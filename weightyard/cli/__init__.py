@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import traceback
 from typing import Annotated
 
 import typer
@@ -41,7 +42,7 @@ from weightyard.cli.session import (
     TokenOption,
     YardOption,
 )
-from weightyard.errors import YardError
+from weightyard.errors import Bug, YardError
 
 app = typer.Typer(
     name="weightyard",
@@ -107,3 +108,8 @@ def main() -> None:
     except YardError as why:
         typer.echo(f"weightyard: {why}", err=True)
         sys.exit(why.exit_code)
+    except Exception as why:  # noqa: BLE001  what nobody foresaw
+        traceback.print_exc()  # which a report needs
+        what = " ".join(f"{type(why).__name__}: {why}".split())
+        typer.echo(f"weightyard: bug: {what}. Please report all of this", err=True)
+        sys.exit(Bug.exit_code)
