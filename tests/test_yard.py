@@ -234,3 +234,27 @@ def test_one_embedded_yard_serves_several_threads(tmp_path: Path, model: Path) -
         assert together(*(lambda n=n: work(n) for n in range(4))) == []
         assert [version.number for version in yard.versions(BERT)] == list(range(8, 0, -1))
         assert len(yard.models()) == 5
+
+
+def test_the_parent_is_the_version_its_alias_was_on_when_the_push_began(tmp_path: Path) -> None:
+    with weightyard.open(str(tmp_path / "yard")) as yard:
+        for content in (b"one", b"two"):
+            (tmp_path / "weights.bin").write_bytes(content)
+            yard.push(tmp_path / "weights.bin", "team/base", alias="prod")
+        (tmp_path / "weights.bin").write_bytes(b"tuned")
+        pushed = yard.push(
+            tmp_path / "weights.bin",
+            "team/tuned",
+            parent="team/base@prod",
+            progress=lambda done_bytes: yard.set_alias("team/base", "prod", 1) and None,
+        )
+        assert yard.resolve("team/base@prod").number == 1
+        assert pushed.parent == "team/base@v2"
+
+
+def test_a_delta_needs_a_parent(tmp_path: Path) -> None:
+    (tmp_path / "weights.bin").write_bytes(b"one")
+    with weightyard.open(str(tmp_path / "yard")) as yard:
+        with pytest.raises(Refused, match="needs a parent"):
+            yard.push(tmp_path / "weights.bin", "team/base", delta="only")
+        assert yard.models() == []

@@ -170,9 +170,12 @@ class Yard(Catalogued, Loads, Closing):
         before all of it is. Raises Conflict, Refused, Retryable.
         """
         model = ModelName.parse(name)
+        if delta != "off" and parent is None:
+            raise BadSetting(f"delta={delta!r} needs a parent: what to differ from")
         said: dict[str, Any] = {
             "message": message,
-            "parent": str(Ref.parse(parent)) if parent is not None else None,
+            # By its number from here on: an alias may be moved before the commit.
+            "parent": self.resolve(parent).ref if parent is not None else None,
             "metrics": dict(metrics or {}),
             "tags": dict(tags or {}),
             "metadata": dict(metadata or {}),

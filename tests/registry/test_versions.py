@@ -116,6 +116,33 @@ def test_a_publisher_that_expects_another_version_is_told_the_current_one(
     push(registry, store, b"two", expect_latest=1)
 
 
+def test_a_publisher_expects_the_newest_version_there_is_now(
+    registry: Registry, store: Store
+) -> None:
+    push(registry, store, b"one")
+    push(registry, store, b"two")
+    registry.remove(Ref.parse("team/bert@v2"))
+    with pytest.raises(VersionMoved) as moved:
+        push(registry, store, b"three", expect_latest=2)
+    assert moved.value.current == 1
+    assert push(registry, store, b"three", expect_latest=1).number == 3
+    registry.remove(Ref.parse("team/bert@v1"))
+    registry.remove(Ref.parse("team/bert@v3"))
+    assert push(registry, store, b"four", expect_latest=0).number == 4
+
+
+def test_the_parent_is_the_version_that_was_meant_when_the_upload_was_opened(
+    registry: Registry, store: Store
+) -> None:
+    push(registry, store, b"one", alias="prod")
+    push(registry, store, b"two")
+    upload = registry.open_upload(BERT, Publication(parent="team/bert@prod"))
+    registry.move_alias(BERT, AliasName("prod"), 2)
+    assert registry.find_upload(upload.id).publication.parent == "team/bert@v1"
+    with pytest.raises(NoSuchThing):
+        registry.open_upload(BERT, Publication(parent="team/bert@v9"))
+
+
 def test_a_block_the_upload_does_not_hold_cannot_be_published(
     registry: Registry, store: Store
 ) -> None:
@@ -276,6 +303,15 @@ def test_a_version_with_an_alias_or_a_child_is_protected(registry: Registry, sto
     [
         {"metrics": {"loss": "abc"}},
         {"metrics": {"loss": float("nan")}},
+        {"message": "a\0b"},
+        {"message": "half \udcff"},
+        {"tags": {"k\0": "v"}},
+        {"tags": {"k": "\udcff"}},
+        {"metadata": {"x": float("nan")}},
+        {"metadata": {"x": [{1, 2}]}},
+        {"metadata": {"x": {1: 2}}},
+        {"metadata": {"x": {"\udcff": 2}}},
+        {"metadata": {"x": 1 << 64}},
         {"tags": ["a"]},
         {"message": None},
         {"message": "m" * 10_001},

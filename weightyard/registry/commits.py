@@ -8,7 +8,7 @@ from operator import itemgetter
 from typing import Any
 
 from blake3 import blake3
-from sqlalchemy import Connection, exists, insert, select, update
+from sqlalchemy import Connection, exists, func, insert, select, update
 from sqlalchemy.exc import NoResultFound
 
 from weightyard.errors import BlockMissing, KeyReused, NoSuchThing, VersionMoved
@@ -255,6 +255,17 @@ def _lock_lists(tx: Connection, digests: Sequence[bytes]) -> dict[bytes, int]:
     }
 
 
+def name_parent(tx: Connection, publication: Publication) -> Publication:
+    """The same with its parent's number: an alias may be on another version by the commit.
+
+    Raises NoSuchThing.
+    """
+    if publication.parent is None:
+        return publication
+    parent = versions.resolve(tx, Ref.parse(publication.parent))
+    return publication.model_copy(update={"parent": parent.ref})
+
+
 def _hold_parent(tx: Connection, publication: Publication) -> int | None:
     """The parent's row id; it cannot be removed before this transaction ends."""
     if publication.parent is None:
@@ -269,14 +280,21 @@ def _next_number(
     models = schema.models
     row = runs.lock_for_version(tx, model, publication, author)
     expected = publication.expect_latest
-    if expected is not None and expected != row.last_number:
-        raise VersionMoved(str(model), expected, row.last_number)
+    if expected is not None and expected != (newest := _newest(tx, row.id)):
+        raise VersionMoved(str(model), expected, newest)
     tx.execute(
         update(models)
         .where(models.c.id == row.id)
         .values(last_number=row.last_number + 1, removed_ms=None)
     )
     return row.id, row.last_number + 1
+
+
+def _newest(tx: Connection, model_row: int) -> int:
+    """The number `@latest` means; 0: there is no version, or none any more."""
+    v = schema.versions
+    there = v.c.model_id == model_row, v.c.removed_ms.is_(None)
+    return tx.scalar(select(func.max(v.c.number)).where(*there)) or 0
 
 
 def _insert_version(

@@ -265,13 +265,14 @@ class Registry(Closing):
         upload = UploadId.new()
         author = self._or_me(who)
 
-        def work(tx: Connection) -> None:
+        def work(tx: Connection) -> Publication:
             runs.require_may_begin(tx, model, publication)
             quotas.require(tx, model.project, more_versions=1)
-            uploads.open_upload(tx, upload, model, author, self._lease_s, publication)
+            said = commits.name_parent(tx, publication)
+            uploads.open_upload(tx, upload, model, author, self._lease_s, said)
+            return said
 
-        self._change(work)
-        return self.resume_upload(upload, publication)
+        return self.resume_upload(upload, self._change(work))
 
     def join_upload(self, upload: UploadId) -> RegistryUpload:
         """An upload that another process opened. Raises UploadExpired."""
