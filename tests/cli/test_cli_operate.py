@@ -241,3 +241,17 @@ def test_doctor_tells_of_a_clock_that_is_off(
     assert (clock["state"], said in clock["message"]) == (state, True), clock
     assert ("NTP" in clock["advice"]) == (state != "ok")
     assert ran.code == (1 if state == "fail" else 0)
+
+
+def test_healing_is_done_only_when_all_was_listed(
+    two: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightyard.registry.check.MAX_FINDINGS", 1)
+    for record in (tmp_path / "home").rglob("models/**/v*.json"):
+        record.unlink()
+    ran = two("check", "--heal")
+    assert ran.code == 5, ran.out
+    assert "1 thing healed, 0 left." in ran.out
+    assert "run it again" in ran.out
+    assert two("check", "--heal").code == 0
+    assert two.json("check")["clean"]

@@ -333,6 +333,18 @@ def test_what_is_gone_from_the_journal_is_listed_as_lost_and_not_looked_for_any_
     assert [found.code for found in again.check(store).findings] == ["journal-missing"]
 
 
+def test_packs_are_kept_as_the_newest_version_asks(
+    registry: Registry, store: LocalStore, empty: Database
+) -> None:
+    push(registry, store, noise(1))
+    for policy in ("WARM", "COLD"):
+        push(registry, store, noise(1), policy=policy)
+    registry.flush_outbox(store)
+    rebuild(store, empty)
+    policies = empty.read(lambda tx: tx.scalars(select(schema.packs.c.policy)).all())
+    assert policies == ["COLD"]
+
+
 def test_nothing_is_taken_over_by_a_rebuild_that_fails(
     registry: Registry, store: LocalStore, database: Database, empty: Database, tmp_path: Path
 ) -> None:

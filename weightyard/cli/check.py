@@ -60,7 +60,7 @@ def check(
     }
     session.show(result, lambda console: _show(console, report, healed))
     left = healed.left if healed is not None else report.findings
-    if left or (report.damaged_versions and healed is None):
+    if left or report.more_findings or (report.damaged_versions and healed is None):
         raise typer.Exit(Damaged.exit_code)
 
 
@@ -95,3 +95,5 @@ def _show(console: Console, report: CheckReport, healed: HealReport | None) -> N
         console.print(
             f"{count(len(healed.healed), 'thing')} healed, {len(healed.left)} left.", markup=False
         )
+        if report.more_findings:
+            console.print("There were more than fit a report: run it again.", markup=False)

@@ -303,16 +303,21 @@ class _Rebuilding:
         packs, manifests = schema.packs, schema.manifests
         most = select(func.max(v.c.replication)).where(v.c.manifest_id == manifests.c.id)
         self._tx.execute(update(manifests).values(replication=most.scalar_subquery()))
-        for what in ("replication", "policy"):
-            asked = (
-                select(func.max(v.c[what]))
-                .join(vl, vl.c.version_id == v.c.id)
-                .join(lb, lb.c.list_id == vl.c.list_id)
-                .join(p, p.c.block_id == lb.c.block_id)
-                .where(p.c.pack_id == packs.c.id)
-                .scalar_subquery()
-            )
-            self._tx.execute(update(packs).values({what: asked}))
+        using = (
+            select(v.c.id)
+            .join(vl, vl.c.version_id == v.c.id)
+            .join(lb, lb.c.list_id == vl.c.list_id)
+            .join(p, p.c.block_id == lb.c.block_id)
+            .where(p.c.pack_id == packs.c.id)
+        )
+        copies = using.with_only_columns(func.max(v.c.replication), maintain_column_froms=True)
+        # The newest that asks for one counts, as it does when versions are published.
+        policy = using.with_only_columns(v.c.policy, maintain_column_froms=True).where(
+            v.c.policy.is_not(None)
+        )
+        newest = policy.order_by(v.c.created_ms.desc(), v.c.id.desc()).limit(1)
+        asked = {"replication": copies.scalar_subquery(), "policy": newest.scalar_subquery()}
+        self._tx.execute(update(packs).values(asked))
         for table in (packs, manifests):
             asks = update(table).where(table.c.replication.is_not(None))
             self._tx.execute(asks.values(settle=Settle.REVIEW))
