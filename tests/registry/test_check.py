@@ -187,6 +187,9 @@ def test_a_damaged_manifest_is_found_and_healed_by_a_push_of_the_same_content(
     report = registry.check(store, read_data=True)
     assert codes(report) == {("damaged", path.text)}
     assert registry.resolve(Ref.parse(version.ref)).damaged
+    assert report.findings[0].advice.startswith("run `weightyard check --heal`")
+    with pytest.raises(ManifestInvalid, match="run `weightyard check --heal`, then push again"):
+        push(registry, store, noise(1))
     assert [left.subject for left in registry.heal(store, report).left] == [path.text]
     assert len(list(store.list(layout.DAMAGED))) == 1, "set aside, not deleted"
     push(registry, store, noise(1))

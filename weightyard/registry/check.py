@@ -40,6 +40,10 @@ _AT_ONCE = 20_000
 """Files and rows of one kind in memory, about."""
 
 _PUSH_AGAIN = "push the same content again, or put the file back; then check again"
+_HEAL_AND_PUSH = (
+    "run `weightyard check --heal`, which moves it out of the way if no replica of it is whole, "
+    "and push the same content again; or put the file back; then check again"
+)
 _PUSH_THAT_AGAIN = "push the same content again; then check again"
 _HEAL = "run `weightyard check --heal`"
 _BRING_BACK = "bring its DataNodes back, then check again"
@@ -263,7 +267,9 @@ class _Checking:
     def _report_damage(self, kind: Kind, row: Row[Any], code: str, what: str) -> None:
         mark = partial(damage.mark, table=kind.table, row_id=row.id, who=self._who, why=what)
         if self._database.write(mark) or row.state == FileState.DAMAGED:
-            self._report(kind, row, code, what, _PUSH_AGAIN)
+            # Who pushes finds a file under that name, and never writes over one.
+            is_in_the_way = kind is MANIFESTS and code != "missing"
+            self._report(kind, row, code, what, _HEAL_AND_PUSH if is_in_the_way else _PUSH_AGAIN)
 
     def _report_unknown(self, path: StorePath) -> None:
         try:

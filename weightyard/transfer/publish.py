@@ -90,11 +90,23 @@ def store_manifest(
         try:
             published = write_once(store, upload.id, path, stored, options)
         except Conflict:
-            read_manifest(store, digest)  # the same manifest, compressed by another zstd
+            _require_same(store, digest)
         else:
             if published is not None and was_counted(published, min_replicas):
                 return
     make_durable(store, [path], min_replicas)
+
+
+def _require_same(store: Store, digest: Digest) -> None:
+    """What has the name is the same manifest, compressed by another zstd.
+
+    Raises ManifestInvalid.
+    """
+    try:
+        read_manifest(store, digest)
+    except ManifestInvalid as why:
+        advice = "run `weightyard check --heal`, then push again"
+        raise ManifestInvalid(f"{why}; it is in the way of the same one: {advice}") from None
 
 
 def read_manifest(store: Store, digest: Digest) -> Manifest:
