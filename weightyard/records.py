@@ -243,7 +243,7 @@ class Cost(Record):
     unique_bytes: int
     """Raw bytes of blocks no other version needs."""
     stored_bytes: int
-    """Encoded bytes of all its blocks."""
+    """Encoded bytes of all its blocks, whole and as deltas."""
     unique_stored_bytes: int
     """Encoded bytes of blocks no other version needs: what removing it frees, in time."""
     replicated_bytes: int
@@ -251,7 +251,7 @@ class Cost(Record):
     packs: int
     """In which its blocks lie."""
     namenode_objects: int = 0
-    """Files and HDFS blocks: each of its packs, and its manifest, is one of both."""
+    """Files and HDFS blocks: each of its packs, its manifest, record and entry of the journal."""
     cold_load_bytes: int
     """Stored bytes a reader that has nothing must fetch, bases of deltas included."""
     shared_with: dict[str, int] = Field(default_factory=dict)

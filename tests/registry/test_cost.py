@@ -2,10 +2,11 @@ from __future__ import annotations
 
 import pytest
 from collecting import KIB, gc, noise
-from pushing import push, push_delta
+from pushing import BERT, push, push_delta, write_pack
 
 from weightyard.errors import NoSuchThing
 from weightyard.names import ModelName, Ref
+from weightyard.records import Publication
 from weightyard.registry import binding, cost
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
@@ -32,7 +33,7 @@ def test_a_version_costs_what_it_has_and_frees_what_it_has_alone(
     assert (cost.unique_bytes, cost.unique_stored_bytes) == (ONE, ONE)
     assert cost.replicated_bytes == 9 * ONE
     assert cost.packs == 2
-    assert cost.namenode_objects == 2 * 2 + 2, "of each pack and of the manifest a file and a block"
+    assert cost.namenode_objects == 2 * (2 + 3), "packs, manifest, record, journal: file and block"
     assert cost.shared_with == {"other/m@v1": ONE, "team/bert@v1": ONE}
     assert registry.freed_by_removing(Ref.parse("team/bert@v1")) == ONE
     assert registry.freed_by_removing(Ref.parse("other/m")) == 0
@@ -95,6 +96,29 @@ def test_a_delta_needs_its_base_and_frees_it_with_itself(
     assert registry.freed_by_removing(Ref.parse("team/bert@v1")) == 0, "a delta needs it"
     registry.remove(Ref.parse("team/bert@v1"))
     assert registry.freed_by_removing(Ref.parse("team/bert@v2")) == cost.stored_bytes + ONE
+
+
+def test_what_is_stored_whole_and_as_a_delta_takes_both_and_is_loaded_once(
+    registry: Registry, store: LocalStore
+) -> None:
+    base = noise(1)
+    data = bytes(100) + base[100:]
+    push(registry, store, base)
+    only = registry.cost(Ref.parse(push_delta(registry, store, data, base).ref))
+    upload = registry.open_upload(BERT, Publication())
+    write_pack(upload, store, (data, None))
+    upload.abandon()
+    both = registry.cost(Ref.parse("team/bert@v2"))
+    whole = both.cold_load_bytes
+    assert whole > only.stored_bytes
+    assert both.stored_bytes == only.stored_bytes + whole
+    assert (both.packs, both.unique_stored_bytes) == (2, both.stored_bytes)
+    promised = registry.freed_by_removing(Ref.parse("team/bert@v2"))
+    before = sum(file.length for file in store.list(layout.PACKS))
+    registry.remove(Ref.parse("team/bert@v2"))
+    gc(registry, store)
+    after = sum(file.length for file in store.list(layout.PACKS))
+    assert promised <= before - after < promised + 4 * KIB
 
 
 @pytest.mark.cluster

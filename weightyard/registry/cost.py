@@ -37,6 +37,9 @@ BESIDE = 16
 FOUND = 32
 """And how many others that have blocks of it."""
 
+_OTHER_FILES = 3
+"""Its manifest, its record, and the entry of the journal that tells of it."""
+
 WAYS = 100_000
 """How many ways from block to version are followed to find them."""
 
@@ -44,22 +47,23 @@ WAYS = 100_000
 def cost(tx: Connection, ref: Ref, *, copies: int = 1, shown: int = SHOWN) -> Cost:
     """What a version costs; `copies` is how often the store keeps a pack nobody asked more for.
 
-    Of a block that lies in several places the one a reader takes counts: standalone before delta,
-    then the shortest. Raises NoSuchThing.
+    A block that lies in several places, such as one stored whole and as a delta, takes all of them;
+    a reader takes one: standalone before delta, then the shortest. Raises NoSuchThing.
     """
     row = versions.find(tx, ref)
     mine = _blocks_of(row.id)
     best = _best(select(mine.c.block_id))
     bases = _best(_missing_bases(mine, best), standalone=True)
+    each = _placements(select(mine.c.block_id), row.project).subquery()
+    kept = func.coalesce(each.c.replication, copies)
     stored, replicated, packs = tx.execute(
         select(
-            func.coalesce(func.sum(best.c.stored_bytes), 0),
-            func.coalesce(
-                func.sum(best.c.stored_bytes * func.coalesce(_packs.c.replication, copies)), 0
-            ),
-            func.count(best.c.pack_id.distinct()),
-        ).join_from(best, _packs, _packs.c.id == best.c.pack_id)
+            func.coalesce(func.sum(each.c.stored_bytes), 0),
+            func.coalesce(func.sum(each.c.stored_bytes * kept), 0),
+            func.count(each.c.pack_id.distinct()),
+        )
     ).one()
+    read = _sum(tx, select(func.sum(best.c.stored_bytes)))
     return Cost(
         ref=f"{row.project}/{row.name}@v{row.number}",
         logical_bytes=row.logical_bytes,
@@ -70,21 +74,22 @@ def cost(tx: Connection, ref: Ref, *, copies: int = 1, shown: int = SHOWN) -> Co
             ),
         ),
         stored_bytes=int(stored),
-        unique_stored_bytes=_freed(tx, row.id),
+        unique_stored_bytes=_freed(tx, row.id, row.project),
         replicated_bytes=int(replicated),
         packs=packs,
-        namenode_objects=2 * (packs + 1),
-        cold_load_bytes=int(stored) + _sum(tx, select(func.sum(bases.c.stored_bytes))),
+        namenode_objects=2 * (packs + _OTHER_FILES),
+        cold_load_bytes=read + _sum(tx, select(func.sum(bases.c.stored_bytes))),
         shared_with=_shared_with(tx, row.id, mine, shown) if shown else {},
     )
 
 
 def freed_by_removing(tx: Connection, ref: Ref) -> int:
     """Stored bytes of blocks nobody else needs: what removing the version frees, in time."""
-    return _freed(tx, versions.find(tx, ref).id)
+    row = versions.find(tx, ref)
+    return _freed(tx, row.id, row.project)
 
 
-def _freed(tx: Connection, version_row: int) -> int:
+def _freed(tx: Connection, version_row: int, project: str) -> int:
     """Its own blocks and the bases its deltas need, as far as nobody else needs them."""
     mine = _blocks_of(version_row)
     bases = select(_p.c.base_id).where(
@@ -94,7 +99,7 @@ def _freed(tx: Connection, version_row: int) -> int:
     alone = select(_b.c.id).where(
         _b.c.id.in_(select(all_mine.c.block_id)), ~_others_need(_b.c.id, version_row)
     )
-    return _sum(tx, select(func.sum(_best(alone).c.stored_bytes)))
+    return _sum(tx, select(func.sum(_placements(alone, project).subquery().c.stored_bytes)))
 
 
 def _blocks_of(version_row: int) -> CTE:
@@ -104,6 +109,17 @@ def _blocks_of(version_row: int) -> CTE:
         .where(_vl.c.version_id == version_row)
         .distinct()
         .cte("mine")
+    )
+
+
+def _placements(blocks: Select[tuple[int]], project: str) -> Select[tuple[int, int, int]]:
+    """All placements of blocks, where projects are apart those in packs of this one."""
+    readable = _packs.c.state.in_((FileState.LIVE, FileState.CONDEMNED))
+    own = or_(_packs.c.project.is_(None), _packs.c.project == project)
+    return (
+        select(_p.c.pack_id, _p.c.stored_bytes, _packs.c.replication)
+        .join(_packs, _packs.c.id == _p.c.pack_id)
+        .where(readable, own, _p.c.block_id.in_(blocks))
     )
 
 

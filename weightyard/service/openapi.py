@@ -217,7 +217,7 @@ _RECORDS: tuple[BaseModel, ...] = (
         unique_stored_bytes=1582080,
         replicated_bytes=442202112,
         packs=2,
-        namenode_objects=6,
+        namenode_objects=10,
         cold_load_bytes=147400704,
         shared_with={"team/bert@v2": 217638656},
     ),
