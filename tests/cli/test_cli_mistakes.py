@@ -139,7 +139,8 @@ def test_a_database_of_a_newer_weightyard_is_left_alone(cli: Cli, tmp_path: Path
         connection.execute("UPDATE alembic_version SET version_num = '9999'")
     connection.close()
     for command in (["ls"], ["db", "upgrade"]):
-        assert "newer than this weightyard" in cli.refused(2, *command)
+        said = cli.refused(2, *command)
+        assert said.endswith("newer than this weightyard: run `pip install --upgrade weightyard`")
 
 
 def test_options_that_do_not_fit_are_usage_errors(cli: Cli, base: Path) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from importlib import resources
 from pathlib import Path
 
@@ -71,6 +72,17 @@ def test_a_database_of_the_first_schema_keeps_what_it_has_and_gets_what_is_new(
     row = database.read(lambda tx: tx.execute(select(schema.registry)).one())
     assert (row.registry_id, row.block_bytes, row.dedup) == ("mine", 1024, "yard")
     database.close()
+
+
+def test_those_who_upgrade_a_database_at_once_all_succeed(empty_url: str) -> None:
+    made_older(Database(empty_url), "0001").close()
+    databases = [Database(empty_url) for _ in range(4)]
+    with ThreadPoolExecutor(len(databases)) as together:
+        done = [together.submit(migrate.upgrade, database) for database in databases]
+    assert [one.exception() for one in done] == [None] * len(databases)
+    assert migrate.current(databases[0]) == migrate.newest()
+    for database in databases:
+        database.close()
 
 
 def test_models_and_versions_from_before_there_were_runs_are_as_they_were(

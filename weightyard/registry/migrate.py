@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from importlib import resources
 
-from sqlalchemy import Connection, column, insert, inspect, select, table
+from sqlalchemy import Connection, column, func, insert, inspect, select, table
 
 from weightyard.errors import SchemaUnknown
 from weightyard.format.block import DEFAULT_BLOCK_BYTES
@@ -16,6 +16,9 @@ from weightyard.registry import schema
 from weightyard.registry.database import Database
 
 _UPGRADE = "run `weightyard db upgrade`"
+_NEWER = "run `pip install --upgrade weightyard`"
+
+_LOCK = 0x77792D736368656D
 
 _alembic_version = table("alembic_version", column("version_num"))
 
@@ -46,7 +49,7 @@ def require_known(database: Database) -> None:
     """Raises SchemaUnknown for a schema made by a newer weightyard."""
     found = current(database)
     if found is not None and found not in _known():
-        raise SchemaUnknown(f"database schema {found} is newer than this weightyard: upgrade it")
+        raise SchemaUnknown(f"database schema {found} is newer than this weightyard: {_NEWER}")
 
 
 def require_current(database: Database) -> None:
@@ -68,6 +71,10 @@ def _migrate(tx: Connection) -> None:
     from alembic import command
     from alembic.config import Config
 
+    if tx.dialect.name == "postgresql":
+        # On SQLite every transaction that writes is alone anyway. Alembic looks what is left to do
+        # after this, so whoever waited finds nothing.
+        tx.execute(select(func.pg_advisory_xact_lock(_LOCK)))
     config = Config()
     config.set_main_option("script_location", str(resources.files("weightyard") / "migrations"))
     config.attributes["connection"] = tx
