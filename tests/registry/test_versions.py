@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import threading
 import time
 from datetime import UTC, datetime
@@ -19,6 +20,7 @@ from weightyard.errors import (
     KeyReused,
     NoSuchThing,
     Protected,
+    QuotaExceeded,
     Refused,
     TooLarge,
     UploadExpired,
@@ -42,7 +44,7 @@ from weightyard.storage.store import Store
 from weightyard.transfer import alive
 from weightyard.transfer.publish import publish, read_manifest
 from weightyard.transfer.source import MemorySource
-from weightyard.transfer.writer import Content, Writer
+from weightyard.transfer.writer import Content, WriteOptions, Writer
 from weightyard.yard import Yard
 
 NOISE = noise(1)
@@ -425,6 +427,19 @@ def test_what_a_project_claimed_is_published_although_its_only_version_was_remov
     again = publish(store, upload, manifest, Publication(), "k")
     assert again.number == 2
     assert read_back(registry, store, again) == [NOISE]
+
+
+def test_a_push_that_does_not_fit_the_quota_is_refused_before_all_of_it_is_sent(
+    registry: Registry, store: Store
+) -> None:
+    contents = [random.Random(seed).randbytes(128 * 1024) for seed in range(12)]
+    small = WriteOptions(pack_bytes=160 * 1024, threads=1, lanes=1)
+    registry.set_quota("team", stored_bytes=2 * 128 * 1024, versions=None)
+    with pytest.raises(QuotaExceeded, match="then push again"):
+        push(registry, store, *contents, options=small)
+    sent = len(list(store.list(layout.PACKS)))
+    assert 3 <= sent < 8
+    assert push(registry, store, *contents[:2], options=small).number == 1, "what fits is taken"
 
 
 def test_all_versions_models_and_moves_are_listed_however_many_fit_a_page(

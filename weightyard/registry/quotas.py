@@ -5,8 +5,10 @@ from __future__ import annotations
 from sqlalchemy import Connection, delete, func, insert, select
 
 from weightyard.errors import QuotaExceeded
+from weightyard.names import UploadId
 from weightyard.records import Quota
 from weightyard.registry import audit, schema, versions
+from weightyard.registry.schema import FileState
 
 _q, _v, _m = schema.quotas, schema.versions, schema.models
 
@@ -56,6 +58,43 @@ def require(tx: Connection, project: str, *, more_versions: int = 0) -> None:
                 f"project {project} would store {stored} bytes, its quota is {row.stored_bytes}: "
                 "remove versions"
             )
+
+
+def require_room(tx: Connection, upload: UploadId) -> None:
+    """Raises QuotaExceeded if what an upload has written does not fit any more.
+
+    For whoever is about to send more: a commit would refuse it, after all was sent. What other
+    uploads write is not counted, which may never be published.
+    """
+    u = schema.uploads
+    row = tx.execute(
+        select(u.c.id, _q.c.project, _q.c.stored_bytes)
+        .join(_q, _q.c.project == u.c.project)
+        .where(u.c.name == upload.hex, _q.c.stored_bytes.is_not(None))
+    ).one_or_none()
+    if row is None:
+        return
+    written = _written(tx, row.id)
+    stored = versions.stored_bytes_of_project(tx, row.project) + written
+    if written and stored > row.stored_bytes:
+        raise QuotaExceeded(
+            f"project {row.project} would store more than {stored} bytes, its quota is "
+            f"{row.stored_bytes}: remove versions, then push again"
+        )
+
+
+def _written(tx: Connection, upload_row: int) -> int:
+    """Encoded bytes of blocks in packs of an upload, each counted once, as a commit counts them."""
+    p, packs = schema.placements, schema.packs
+    mine = packs.c.upload_id == upload_row, packs.c.state == FileState.LIVE
+    shortest = (
+        select(func.min(p.c.stored_bytes).label("stored_bytes"))
+        .join(packs, packs.c.id == p.c.pack_id)
+        .where(*mine)
+        .group_by(p.c.block_id)
+        .subquery()
+    )
+    return int(tx.scalar(select(func.sum(shortest.c.stored_bytes))) or 0)
 
 
 def _count(tx: Connection, project: str) -> int:

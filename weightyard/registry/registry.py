@@ -497,6 +497,7 @@ class RegistryUpload:
 
     def begin_pack(self, pack: PackId) -> None:
         said = self._publication
+        self._database.read(lambda tx: quotas.require_room(tx, self._id))
         self._write(uploads.begin_pack, pack, said.replication, said.policy)
 
     def add_pack(self, pack: PackId, pack_bytes: int, placements: Sequence[Placement]) -> None:
