@@ -13,7 +13,7 @@ from collecting import DAY_S, pass_time
 from pushing import BERT, push, read_back
 from sqlalchemy import func, select
 
-from weightyard.errors import Conflict, ForeignStore, RunTakenOver, StoreUnavailable
+from weightyard.errors import Conflict, ForeignStore, NoSuchThing, RunTakenOver, StoreUnavailable
 from weightyard.names import AliasName, Digest, ModelName, Ref
 from weightyard.records import KeepBest, Publication, RebuildReport, Retention
 from weightyard.registry import binding, schema
@@ -331,6 +331,23 @@ def test_what_is_gone_from_the_journal_is_listed_as_lost_and_not_looked_for_any_
     assert again.check(store, read_data=True).is_clean
     store.delete(layout.journal(2))
     assert [found.code for found in again.check(store).findings] == ["journal-missing"]
+
+
+def test_the_history_of_aliases_outlives_the_removal_of_a_model(
+    registry: Registry, store: LocalStore, empty: Database
+) -> None:
+    push(registry, store, noise(1), alias="prod")
+    registry.move_alias(BERT, PROD, None, reason="wrong")
+    registry.remove(Ref.parse("team/bert@v1"))
+    registry.remove_model(BERT)
+    push(registry, store, noise(2), alias="prod")
+    registry.flush_outbox(store)
+    moves = registry.alias_log(BERT, PROD)
+    assert [(move.before, move.after) for move in moves] == [(None, 2), (1, None), (None, 1)]
+    with pytest.raises(NoSuchThing):
+        registry.rollback_alias(BERT, PROD)
+    assert rebuild(store, empty).lost == ()
+    assert Registry(empty).alias_log(BERT, PROD) == moves
 
 
 def test_packs_are_kept_as_the_newest_version_asks(

@@ -162,7 +162,6 @@ class _Telling:
     def _unmade(self, entry: JournalEntry) -> None:
         model = self._model(ModelName.parse(entry.subject))
         model.is_removed, model.retention = True, None
-        model.moves.clear()
 
     def _kept(self, entry: JournalEntry) -> None:
         rules = Retention.model_validate(entry.detail).model_dump(exclude_none=True)

@@ -11,7 +11,6 @@ from sqlalchemy import (
     Row,
     Select,
     bindparam,
-    delete,
     func,
     literal_column,
     select,
@@ -392,6 +391,7 @@ def remove(tx: Connection, ref: Ref, who: str, reason: str = "") -> Version:
 def remove_model(tx: Connection, model: ModelName, who: str) -> None:
     """Remove a model that has no versions. Its numbers are not given out again.
 
+    The history of its aliases stays, for a model of that name that is made later.
     Raises Protected while it has any.
     """
     row = model_row(tx, model)
@@ -400,7 +400,6 @@ def remove_model(tx: Connection, model: ModelName, who: str) -> None:
     if some := tx.scalars(there.order_by(_v.c.number.desc()).limit(10)).all():
         shown = ", ".join(f"v{number}" for number in some)
         raise Protected(f"{model} has versions ({shown}): remove them first")
-    tx.execute(delete(schema.alias_moves).where(schema.alias_moves.c.model_id == row.id))
     tx.execute(update(_m).where(_m.c.id == row.id).values(removed_ms=now_ms(), retention=None))
     record_event(tx, who, "model.removed", str(model))
     outbox.put_journal(tx, "model-removed", str(model), who, {})
