@@ -42,6 +42,7 @@ def gc(
     """
     from weightyard.cli.wording import parse_span
     from weightyard.registry.collect import GcOptions
+    from weightyard.transfer.durable import least_replicas
 
     try:
         grace_s = parse_span(grace)
@@ -52,7 +53,7 @@ def gc(
             grace_s=grace_s,
             unsafe_grace=unsafe_grace,
             embedded=yard.is_embedded,
-            min_replicas=2 if yard.store.replicates else 1,
+            min_replicas=least_replicas(yard.store, None),
         )
         with session.steps() as tell:
             report = yard.registry.gc(yard.store, options, dry_run=dry_run, progress=tell)

@@ -29,7 +29,7 @@ from weightyard.registry.examine import read_good_block, read_good_manifest
 from weightyard.registry.schema import FileState
 from weightyard.storage import layout
 from weightyard.storage.store import FileOptions, StagedFile, Store, StorePath
-from weightyard.transfer.durable import require_replicas
+from weightyard.transfer.durable import least_replicas, require_replicas
 from weightyard.transfer.once import read_whole, write_once
 
 _log = Log(__name__)
@@ -149,7 +149,7 @@ class _Healing:
                 stage.write(stored)
             stage.write(builder.finish())
             self._store.publish(stage.close(), path)
-        copies = min(2, old.replication or 2) if self._store.replicates else 1
+        copies = least_replicas(self._store, old.replication)
         require_replicas(self._store, path, copies, timeout_s=60)
         add = partial(
             uploads.add_pack,

@@ -28,7 +28,7 @@ from weightyard.service.sending import wanted_in
 from weightyard.service.state import Service
 from weightyard.storage import layout
 from weightyard.storage.store import FileOptions, Store
-from weightyard.transfer.durable import REPLICAS_TIMEOUT_S, require_replicas
+from weightyard.transfer.durable import REPLICAS_TIMEOUT_S, least_replicas, require_replicas
 from weightyard.transfer.gather import MAX_CONFIG_BYTES, parsed_config
 from weightyard.transfer.plan import Wanted
 from weightyard.transfer.publish import store_manifest
@@ -39,10 +39,6 @@ from weightyard.transfer.writer import Content, WriteOptions, Writer
 from weightyard.wire import ReceivedFile
 
 _PIECE_BYTES = MIB
-
-
-def min_replicas(yard: Service, publication: Publication) -> int:
-    return min(yard.min_replicas, publication.replication or yard.min_replicas)
 
 
 def store_file(
@@ -58,7 +54,7 @@ def store_file(
     options = WriteOptions(
         replication=publication.replication,
         policy=publication.policy,
-        min_replicas=min_replicas(yard, publication),
+        min_replicas=least_replicas(yard.store, publication.replication),
         threads=2,
         lanes=1,
     )
@@ -127,7 +123,7 @@ def store_pack(
         for start in range(0, source.length, _PIECE_BYTES):
             stage.write(source.read_at(start, min(_PIECE_BYTES, source.length - start)))
         staged = stage.close()
-    path, replicas = layout.pack(pack), min_replicas(yard, publication)
+    path, replicas = layout.pack(pack), least_replicas(yard.store, publication.replication)
     try:
         yard.store.publish(staged, path)
     except AlreadyThere:  # it was sent before, and only the answer was lost
@@ -165,7 +161,7 @@ def put_manifest(
     """Put a manifest a client made into the store. Raises ManifestInvalid, UnknownFormat."""
     stored = file.read_bytes()
     manifests.decode(stored, digest)
-    replicas = min_replicas(yard, publication)
+    replicas = least_replicas(yard.store, publication.replication)
     copies = publication.replication
     store_manifest(yard.store, upload, digest, stored, copies, min_replicas=replicas)
 

@@ -20,8 +20,6 @@ from weightyard.settings import Settings
 from weightyard.storage.opening import folder_of
 from weightyard.storage.store import Store
 
-DEFAULT_PORT = 8600
-
 _KEEP_ALIVE_S = 30
 _GRACE_S = 20
 _MAX_CONNECTIONS = 2000

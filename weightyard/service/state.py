@@ -76,11 +76,6 @@ class Service:
         limiters = map(CapacityLimiter, _THREADS[self.registry.database.is_sqlite])
         self._short, self._bulk, self._sent, self._commits = limiters
 
-    @property
-    def min_replicas(self) -> int:
-        """On how many DataNodes a pack must be before a version may use it."""
-        return 2 if self.store.replicates else 1
-
     async def ask(self, call: Callable[_P, _T], *values: _P.args, **named: _P.kwargs) -> _T:
         """Run a short call on the database or the store in a thread."""
         work = partial(call, *values, **named)

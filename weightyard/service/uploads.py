@@ -27,7 +27,6 @@ from weightyard.service.receiving import (
     assemble,
     check_pack,
     config_in,
-    min_replicas,
     put_manifest,
     store_file,
     store_pack,
@@ -36,7 +35,7 @@ from weightyard.service.spool import SpooledFile
 from weightyard.service.state import Service, Yard
 from weightyard.storage import layout
 from weightyard.transfer.catalogue import ManifestFile
-from weightyard.transfer.durable import make_durable
+from weightyard.transfer.durable import least_replicas, make_durable
 from weightyard.transfer.publish import publish, read_manifest
 from weightyard.wire import (
     BlockList,
@@ -128,7 +127,7 @@ async def packs(yard: Yard, caller: Caller, opened: Opened, body: PackSteps) -> 
     What is said of a pack is held against the pack. May be repeated.
     """
     handle = _handle(yard, caller, opened)
-    replicas = min_replicas(yard, opened.publication)
+    replicas = least_replicas(yard.store, opened.publication.replication)
     for name in body.begin:
         await yard.ask(handle.begin_pack, PackId(name))
     for added in body.add:
@@ -307,7 +306,8 @@ def _commit_written(
     manifest = read_manifest(yard.store, Digest(digest))
     for file in manifest.files:
         FilePath.of_new(file.path)
-    make_durable(yard.store, [layout.manifest(Digest(digest))], min_replicas(yard, publication))
+    replicas = least_replicas(yard.store, publication.replication)
+    make_durable(yard.store, [layout.manifest(Digest(digest))], replicas)
     return handle.commit(Digest(digest), manifest, publication, key)
 
 
@@ -320,7 +320,7 @@ def _commit_received(
     manifest = assemble(handle.received())
     if publication.config is None:
         publication = publication.model_copy(update={"config": config_in(yard, manifest)})
-    replicas = min_replicas(yard, publication)
+    replicas = least_replicas(yard.store, publication.replication)
     return publish(yard.store, handle, manifest, publication, key, min_replicas=replicas)
 
 
