@@ -164,7 +164,7 @@ def test_an_alias_that_was_moved_meanwhile_is_a_conflict_that_says_where_it_is(
     cli.ok("push", base, BERT, "--alias", "prod")
     cli.ok("push", tuned, BERT)
     said = cli.refused(4, "alias", "set", BERT, "prod", "2", "--expect", "v2")
-    assert "is on 1" in said
+    assert "is on v1" in said
     said = cli.refused(4, "alias", "set", BERT, "prod", "2", "--expect", "none")
     assert cli.json("show", f"{BERT}@prod")["version"] == 1
 
