@@ -117,3 +117,23 @@ def test_a_pack_kept_on_too_few_datanodes_is_found_and_hdfs_is_told(
     registry.heal(store, report)
     cluster.wait_for_replication(f"{store.url}/{pack}", 3, LIMIT_S)
     assert registry.check(store).is_clean
+
+
+def test_what_is_on_datanodes_that_are_away_is_unreachable_and_never_marked_damaged(
+    registry: Registry, store: Store, version: Version, cluster: MiniCluster
+) -> None:
+    pack = the_pack(store)
+    away = [replica.datanode for replica in cluster.replica_files(f"{store.url}/{pack}")]
+    try:
+        for datanode in away:
+            datanode.kill()
+        report = registry.check(store, read_data=True)
+    finally:
+        for datanode in away:
+            cluster.restart(datanode)
+    assert ("unreachable", pack.text) in {(one.code, one.subject) for one in report.findings}
+    assert {one.code for one in report.findings} <= {"unreachable", "under-replicated"}
+    assert report.damaged_versions == ()
+    assert not registry.resolve(Ref.parse(version.ref)).damaged
+    assert registry.check(store, read_data=True).is_clean
+    assert read_back(registry, store, version) == CONTENTS
