@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 import msgspec
-from sqlalchemy import Connection, Row, delete, func, insert, select, update
+from sqlalchemy import ColumnElement, Connection, Row, delete, func, insert, select, update
 
 from weightyard.errors import Conflict, Damaged, FileMissing, Refused, Retryable
 from weightyard.logs import Log
@@ -235,11 +235,20 @@ class _Met:
 
 def _settle(tx: Connection, rows: Sequence[Row[Any]], met: _Met) -> None:
     """Forget what is in the store, and set aside what cannot be."""
-    aside = [row.id for row in rows if row.path in met.obstacles]
-    tx.execute(update(_outbox).where(_outbox.c.id.in_(aside)).values(set_aside_ms=now_ms()))
+    aside = [row for row in rows if row.path in met.obstacles]
+    tx.execute(update(_outbox).where(*_are(aside)).values(set_aside_ms=now_ms()))
     left = met.obstacles.keys() | met.silent.keys()
-    done = [row.id for row in rows if row.path not in left]
-    tx.execute(delete(_outbox).where(_outbox.c.id.in_(done)))
+    tx.execute(delete(_outbox).where(*_are([row for row in rows if row.path not in left])))
+
+
+def _are(rows: Sequence[Row[Any]]) -> tuple[ColumnElement[bool], ...]:
+    """These entries, and none that was put here since under the number of one of them.
+
+    SQLite gives the number of a row that is gone to the next one, and another process may have
+    written and forgotten these meanwhile.
+    """
+    ids, paths = [row.id for row in rows], [row.path for row in rows]
+    return _outbox.c.id.in_(ids), _outbox.c.path.in_(paths)
 
 
 def _obstacle(store: Store, path: StorePath, content: bytes, *, is_there: bool = False) -> Obstacle:
