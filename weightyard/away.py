@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -88,9 +89,10 @@ class AwayCatalogue(OfflineCatalogue):
                 raise self._refusal.with_traceback(None)
             return None
 
-    def resolve(self, ref: Ref) -> Version:
+    def resolve(self, ref: Ref, *, within_s: float = math.inf) -> Version:
         back = self.itself()
-        return super().resolve(ref) if back is None else back.resolve(ref)
+        resolving = super().resolve if back is None else back.resolve
+        return resolving(ref, within_s=within_s)
 
     def watch(self, ref: Ref, *, poll_s: float, stop: Cancel) -> Iterator[Sighting]:
         """Why nothing can be told, again and again, until there is somebody who can."""
@@ -106,14 +108,16 @@ class AwayCatalogue(OfflineCatalogue):
                 yield self._because
             pause(jitter.about(min(poll_s, AGAIN_S)), stop)
 
-    def mark_used(self, ref: Ref) -> None:
+    def mark_used(self, ref: Ref, *, within_s: float = math.inf) -> None:
         if (back := self.itself()) is not None:
-            back.mark_used(ref)
+            back.mark_used(ref, within_s=within_s)
 
-    def take_lease(self, ref: Ref, holder: str, seconds: float) -> ReadLease:
+    def take_lease(
+        self, ref: Ref, holder: str, seconds: float, *, within_s: float = math.inf
+    ) -> ReadLease:
         back = self.itself()
         taking = super().take_lease if back is None else back.take_lease
-        return taking(ref, holder, seconds)
+        return taking(ref, holder, seconds, within_s=within_s)
 
     def require_asked(self) -> None:
         if self.itself() is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
@@ -63,6 +62,9 @@ if TYPE_CHECKING:
 _log = Log(__name__)
 
 _T = TypeVar("_T")
+
+_RESOLVING = 0.5
+"""The part of its time that a load waits to be told what a ref means, if it can do without."""
 
 
 class Yard(Catalogued, Loads, Closing):
@@ -415,28 +417,22 @@ class Yard(Catalogued, Loads, Closing):
             self.catalogue.itself()  # which takes its place, if it answers
         if on_unavailable == "fail" and isinstance(self.catalogue, OfflineCatalogue):
             self.catalogue.require_asked()
+        may_recall = (on_unavailable or self._settings.on_unavailable) == "cached"
         try:
-            version = self._resolve_by(parsed, deadline)
+            # What this node last knew helps only who has time left to load it.
+            resolving = deadline.part(_RESOLVING) if may_recall else deadline
+            left_s = resolving.left(f"resolving {ref}")
+            version = self.catalogue.resolve(parsed, within_s=left_s)
         except Retryable as why:
-            if (on_unavailable or self._settings.on_unavailable) != "cached":
+            if not may_recall:
                 raise
             if (known := recalled(self._remembered, parsed, str(why))) is None:
                 raise
             return known
         if isinstance(version, RememberedVersion):
             return version
-        self._uses.note(parsed, version)
+        self._uses.note(parsed, version, deadline)
         return version
-
-    def _resolve_by(self, ref: Ref, deadline: Deadline) -> Version:
-        """A service may be silent for long; a database has a deadline of its own."""
-        if math.isinf(left_s := deadline.left(f"resolving {ref}")):
-            return self.catalogue.resolve(ref)
-        from weightyard.client.catalogue import HttpCatalogue
-
-        if isinstance(self.catalogue, HttpCatalogue):
-            return self.catalogue.resolve(ref, within_s=left_s)
-        return self.catalogue.resolve(ref)
 
     def _manifest_of(self, version: Version, deadline: Deadline = NEVER) -> Manifest:
         """A version's manifest, as this node has it or else the yard. Raises NotOnNode."""

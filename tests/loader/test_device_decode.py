@@ -162,7 +162,7 @@ def test_a_difference_that_did_not_make_its_block_is_an_error(
 def test_where_the_differences_cannot_be_had_blocks_are_decoded_as_ever(
     yard: Yard, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def gone(*_: object) -> None:
+    def gone(*_: object, **__: object) -> None:
         raise FileMissing("injected")
 
     monkeypatch.setattr(Differences, "placements", gone)

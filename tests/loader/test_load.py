@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import re
 import resource
 import time
@@ -343,7 +344,7 @@ def test_a_load_asks_where_blocks_lie_once_and_again_only_for_those_that_moved(b
     asked: list[int] = []
 
     class Counting:
-        def placements(self, blocks: Any) -> Any:
+        def placements(self, blocks: Any, *, within_s: float = math.inf) -> Any:
             asked.append(len(blocks))
             return big.catalogue.placements(blocks)
 

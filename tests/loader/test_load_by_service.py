@@ -112,37 +112,74 @@ def silent(world: World) -> Iterator[Silent]:
         proxy.close()
 
 
-@pytest.mark.parametrize("silent_at", ["resolve", "manifest", "blocks"])
+def silence_at(said: str, silent: Silent, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the first request on whose path has this, the service says nothing."""
+    ask, stream = Connection.ask, Connection.stream
+
+    def asked(connection: Connection, method: str, path: str, **how: Any) -> Any:
+        if f"/{said}" in path:
+            silent.is_silent.set()
+        return ask(connection, method, path, **how)
+
+    def streamed(connection: Connection, path: str, headers: Any, **how: Any) -> Any:
+        if f"/{said}" in path:
+            silent.is_silent.set()
+        return stream(connection, path, headers, **how)
+
+    monkeypatch.setattr(Connection, "ask", asked)
+    monkeypatch.setattr(Connection, "stream", streamed)
+
+
+@pytest.mark.parametrize(
+    ("silent_at", "via"),
+    [
+        ("resolve", "service"),
+        ("used", "service"),
+        ("manifest", "service"),
+        ("leases", "service"),
+        ("blocks", "service"),
+        ("placements", "store"),
+    ],
+)
 def test_a_load_ends_when_its_time_is_up_though_the_service_says_nothing(
     world: World,
     silent: Silent,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     silent_at: str,
+    via: str,
 ) -> None:
-    ask, stream = Connection.ask, Connection.stream
-
-    def asked(connection: Connection, method: str, path: str, **how: Any) -> Any:
-        if f"/{silent_at}" in path:
-            silent.is_silent.set()
-        return ask(connection, method, path, **how)
-
-    def streamed(connection: Connection, path: str, headers: Any, **how: Any) -> Any:
-        if f"/{silent_at}" in path:
-            silent.is_silent.set()
-        return stream(connection, path, headers, **how)
-
     token = world.secrets["writer"]
-    with yard_in(tmp_path / "server", silent.url, token=token, via="service") as yard:
+    with yard_in(tmp_path / "server", silent.url, token=token, via=via) as yard:
         yard.push(STATE, BERT)
-        monkeypatch.setattr(Connection, "ask", asked)
-        monkeypatch.setattr(Connection, "stream", streamed)
+        silence_at(silent_at, silent, monkeypatch)
         began = time.monotonic()
         with pytest.raises(DeadlineExceeded):
             yard.load(BERT, timeout=4.0)
         assert 3.9 < time.monotonic() - began < ANSWER_S - 5
         assert silent.is_silent.is_set()
         assert yard.snapshots.listed() == []
+
+
+@pytest.mark.parametrize("silent_at", ["resolve", "used"])
+def test_what_the_node_has_is_loaded_in_time_though_the_service_says_nothing(
+    world: World,
+    silent: Silent,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    silent_at: str,
+) -> None:
+    token = world.secrets["writer"]
+    with yard_in(tmp_path / "server", silent.url, token=token, via="service") as yard:
+        yard.push(STATE, BERT)
+        yard.load(BERT)
+    with yard_in(tmp_path / "server", silent.url, token=token, via="service") as yard:
+        silence_at(silent_at, silent, monkeypatch)
+        began = time.monotonic()
+        weights = yard.load(BERT, timeout=4.0, on_unavailable="cached")
+        assert time.monotonic() - began < 4.0
+        assert silent.is_silent.is_set()
+        assert same(weights, STATE)
 
 
 def test_closing_does_not_wait_for_a_service_that_went_away(

@@ -54,11 +54,11 @@ def refused_once(yard: Yard, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     asked: list[Any] = []
     take = yard.catalogue.take_lease
 
-    def taken(*words: Any) -> Any:
+    def taken(*words: Any, **more: Any) -> Any:
         asked.append(words)
         if len(asked) == 1:
             raise RegistryUnavailable("injected")
-        return take(*words)
+        return take(*words, **more)
 
     monkeypatch.setattr(yard.catalogue, "take_lease", taken)
     yield
@@ -95,7 +95,7 @@ def test_a_lease_that_is_released_while_it_is_taken_again_ends_without_a_word(
     is_at_it, may_end = threading.Event(), threading.Event()
     failed: list[Any] = []
 
-    def closed(*words: Any) -> Any:
+    def closed(*words: Any, **more: Any) -> Any:
         is_at_it.set()
         assert may_end.wait(SOON_S)
         raise RuntimeError("the client has been closed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 
 import pytest
@@ -29,7 +30,9 @@ class Between:
         self._happens = happens
         self.asked = 0
 
-    def placements(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
+    def placements(
+        self, blocks: Sequence[BlockId], *, within_s: float = math.inf
+    ) -> Mapping[BlockId, Sequence[Placement]]:
         self.asked += 1
         found = self._registry.placements(blocks)
         self._happens()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import pytest
@@ -30,7 +31,9 @@ class Remembered:
     def __init__(self, placements: Mapping[BlockId, Sequence[Placement]]) -> None:
         self._placements = placements
 
-    def placements(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
+    def placements(
+        self, blocks: Sequence[BlockId], *, within_s: float = math.inf
+    ) -> Mapping[BlockId, Sequence[Placement]]:
         return {block: self._placements[block] for block in blocks}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -65,7 +66,9 @@ class Remembered:
     at: float
     found: Mapping[BlockId, Sequence[Placement]]
 
-    def placements(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
+    def placements(
+        self, blocks: Sequence[BlockId], *, within_s: float = math.inf
+    ) -> Mapping[BlockId, Sequence[Placement]]:
         return self.found
 
 

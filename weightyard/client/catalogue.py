@@ -104,8 +104,10 @@ class HttpCatalogue(Closing):
         """Which yard this is, and where its store."""
         return self.connection.get("/about", About)
 
-    def placements(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
-        return placements_at(self.connection, "/placements", blocks)
+    def placements(
+        self, blocks: Sequence[BlockId], *, within_s: float = math.inf
+    ) -> Mapping[BlockId, Sequence[Placement]]:
+        return placements_at(self.connection, "/placements", blocks, within_s=within_s)
 
     def resolve(
         self, ref: Ref, *, deadline_s: float | None = None, within_s: float = math.inf
@@ -214,14 +216,23 @@ class HttpCatalogue(Closing):
         """What a version costs; how many copies there are the service knows better."""
         return self.connection.get(f"{self._version_path(ref)}/cost", Cost)
 
-    def mark_used(self, ref: Ref) -> None:
-        self.connection.send("POST", f"{self._version_path(ref)}/used", NoneType, again=True)
+    def mark_used(self, ref: Ref, *, within_s: float = math.inf) -> None:
+        deadline = Deadline.after(within_s)
+        path = f"{self._version_path(ref, within_s=within_s)}/used"
+        left_s = deadline.left(f"noting that {ref} is used")
+        self.connection.send("POST", path, NoneType, again=True, within_s=left_s)
 
-    def take_lease(self, ref: Ref, holder: str, seconds: float) -> ReadLease:
+    def take_lease(
+        self, ref: Ref, holder: str, seconds: float, *, within_s: float = math.inf
+    ) -> ReadLease:
         # Repeated after a lost answer, it leaves a lease nobody renews, which ends by itself.
         wanted = body(LeaseWanted, holder=holder, seconds=seconds)
-        path = f"{self._version_path(ref)}/leases"
-        return self.connection.send("POST", path, ReadLease, body=wanted, again=True)
+        deadline = Deadline.after(within_s)
+        path = f"{self._version_path(ref, within_s=within_s)}/leases"
+        left_s = deadline.left(f"taking a lease on {ref}")
+        return self.connection.send(
+            "POST", path, ReadLease, body=wanted, again=True, within_s=left_s
+        )
 
     def renew_lease(self, lease_id: int, seconds: float) -> ReadLease:
         # One try: who renews comes again long before the lease ends.

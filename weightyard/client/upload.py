@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import NoneType
 
@@ -11,6 +12,7 @@ from weightyard.format.manifest import Manifest
 from weightyard.format.pack import Placement
 from weightyard.names import BlockId, Digest, PackId, UploadId
 from weightyard.records import Publication, Version
+from weightyard.storage.deadline import Deadline
 from weightyard.storage.store import StorePath
 from weightyard.transfer.catalogue import ManifestFile
 from weightyard.transfer.source import Source
@@ -94,12 +96,14 @@ class HttpUpload:
 
 
 def placements_at(
-    connection: Connection, path: str, blocks: Sequence[BlockId]
+    connection: Connection, path: str, blocks: Sequence[BlockId], *, within_s: float = math.inf
 ) -> dict[BlockId, Sequence[Placement]]:
     """Where blocks lie, asked at a path for as many at once as the service takes."""
+    deadline = Deadline.after(within_s)
     found: dict[BlockId, Sequence[Placement]] = {}
     for start in range(0, len(blocks), MAX_CLAIMED):
         wanted = BlockList(blocks=[block.hex for block in blocks[start : start + MAX_CLAIMED]])
-        answer = connection.send("POST", path, Placed, body=wanted, again=True)
+        left_s = deadline.left("asking where blocks lie")
+        answer = connection.send("POST", path, Placed, body=wanted, again=True, within_s=left_s)
         found |= placements_by_block(answer)
     return found

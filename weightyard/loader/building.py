@@ -119,7 +119,7 @@ def take_snapshot(
             if progress is not None:
                 progress(done_bytes)
 
-        with held(catalogue, version.ref):
+        with held(catalogue, version.ref, deadline):
             files = build(
                 supply, manifest, plan, folder, snapshots.linkable(), snapshots.make_room, told
             )

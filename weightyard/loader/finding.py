@@ -19,6 +19,7 @@ from weightyard.loader.sharing import Lying, Wants, wanted_by_any
 from weightyard.loader.stored import StoreOrigin
 from weightyard.names import BlockId, PackId
 from weightyard.storage import layout
+from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs import located
 from weightyard.storage.store import Location, Replica
 from weightyard.transfer.learned import learned_of
@@ -54,7 +55,7 @@ class _Looked(msgspec.Struct):
     stored_bytes: int
 
 
-def find(ranks: Ranks, origin: Origin, wants: Sequence[Wants]) -> Found:
+def find(ranks: Ranks, origin: Origin, wants: Sequence[Wants], deadline: Deadline) -> Found:
     """Look up what any rank wants: each rank asks for some, and tells the others.
 
     So the catalogue is asked once for a block and the NameNode once for a pack, however many read
@@ -65,7 +66,9 @@ def find(ranks: Ranks, origin: Origin, wants: Sequence[Wants]) -> Found:
     some = {number: together[number] for number in _share(numbers, ranks)}
     looked = [
         told(said, _Looked)
-        for said in ranks.tell(lambda: msgspec.msgpack.encode(_look_up(origin, some)), "locating")
+        for said in ranks.tell(
+            lambda: msgspec.msgpack.encode(_look_up(origin, some, deadline)), "locating"
+        )
     ]
     packs = sorted({pack for one in looked for pack in (*one.packs.values(), *one.bases)})
     mine = _share(packs, ranks)
@@ -107,14 +110,17 @@ def _share(all_of_it: Sequence[_T], ranks: Ranks) -> Sequence[_T]:
     return all_of_it[count * ranks.rank // ranks.size : count * (ranks.rank + 1) // ranks.size]
 
 
-def _look_up(origin: Origin, wanted: Wants) -> _Looked:
+def _look_up(origin: Origin, wanted: Wants, deadline: Deadline) -> _Looked:
     looked = _Looked({}, [], 0)
     if not isinstance(origin, StoreOrigin) or not wanted:
         return looked
     numbers = {origin.manifest.blocks[number].id: number for number in wanted}
-    best = _best(origin.catalogue.placements(list(numbers)))
+    doing = "asking where blocks lie"
+    within_s = deadline.left(doing)
+    best = _best(origin.catalogue.placements(list(numbers), within_s=within_s))
     needed = {one.encoding.base for one in best.values() if one.encoding.base is not None}
-    found = origin.catalogue.placements(sorted(needed)) if needed else {}
+    within_s = deadline.left(doing)
+    found = origin.catalogue.placements(sorted(needed), within_s=within_s) if needed else {}
     bases = _best({block: standalone(places) for block, places in found.items()})
     for block, placement in best.items():
         number = numbers[block]

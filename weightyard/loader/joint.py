@@ -142,7 +142,7 @@ def read_jointly(ranks: Ranks, prepare: Callable[[], Planned], take: Take) -> Jo
     planned = replace(planned, asked=replace(planned.asked, verify="full" if is_full else "fast"))
     blocks = planned.origin.manifest.blocks
     wants = [decode_wants(one.wants, blocks, whole=is_full) for one in wishes]
-    found = find(ranks, planned.origin, wants)
+    found = find(ranks, planned.origin, wants, planned.asked.deadline)
     bounds = [one.round_bytes for one in wishes if one.round_bytes is not None]
     round_bytes = min([ROUND_BYTES, *bounds])
     split = split_reads(

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from weightyard.errors import NoSuchThing, NotAllowed, Retryable, YardError
 from weightyard.logs import Log
 from weightyard.names import Ref
+from weightyard.storage.deadline import NEVER, Deadline
 from weightyard.transfer.catalogue import Catalogue
 
 _log = Log(__name__)
@@ -20,20 +21,23 @@ LEASE_S = 600.0
 
 _RENEW_S = 60.0
 
+_TAKING = 0.5
+"""The part of its time in which a lease has to be had: reading needs some, too."""
+
 _ENDING_S = 2.0
 """How long a renewal under way is waited for: who closes is not to hang where nobody answers."""
 
 
 @contextmanager
-def held(catalogue: Catalogue, ref: str) -> Iterator[None]:
-    """Hold a read lease on a version. Raises NoSuchThing.
+def held(catalogue: Catalogue, ref: str, deadline: Deadline = NEVER) -> Iterator[None]:
+    """Hold a read lease on a version, taken in half of the time there is. Raises NoSuchThing.
 
     While a lease cannot be had the work goes on without: gc then has no reason to wait, and a
     read of what it took is an error, never a wrong byte.
     """
     lease = _Lease(catalogue, ref)
     try:
-        lease.take()
+        lease.take(deadline.part(_TAKING))
     except (Retryable, NotAllowed) as why:
         _log.warning("lease.not_taken", version=ref, reason=why)
     lease.keep()
@@ -88,8 +92,9 @@ class _Lease:
         self._is_over = threading.Event()
         self._keeping = threading.Thread(target=self._keep, name="weightyard-lease", daemon=True)
 
-    def take(self) -> None:
-        self._id = self._catalogue.take_lease(self._ref, _holder(), LEASE_S).id
+    def take(self, deadline: Deadline = NEVER) -> None:
+        left_s = deadline.left(f"taking a lease on {self._ref}")
+        self._id = self._catalogue.take_lease(self._ref, _holder(), LEASE_S, within_s=left_s).id
 
     def keep(self) -> None:
         self._keeping.start()

@@ -61,7 +61,7 @@ def stream(
 def _stream(
     origin: Origin, asked: Asked, to: Destination, plans: tuple[TensorPlan, ...]
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    with origin.tally.watched(origin.version.ref), origin.held():
+    with origin.tally.watched(origin.version.ref), origin.held(asked.deadline):
         for one, tensor in origin.tensors(plans, asked, to):
             for name in one.names:
                 yield name, tensor

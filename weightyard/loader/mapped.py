@@ -26,6 +26,7 @@ from weightyard.loader.snapshot import Snapshot
 from weightyard.loader.state import bytes_of, torch_dtype
 from weightyard.loader.stored import placer_for
 from weightyard.records import Version
+from weightyard.storage.deadline import NEVER, Deadline
 from weightyard.transfer.source import FileSource
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ class SnapshotOrigin(Origin):
                 yield plans[number], tensor
                 del tensor
 
-    def held(self) -> AbstractContextManager[object]:
+    def held(self, deadline: Deadline = NEVER) -> AbstractContextManager[object]:
         return nullcontext()  # the files are this node's: nobody else takes them away
 
     def report(self, device: object, **more: Any) -> LoadReport:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NoReturn
 
 from weightyard.errors import NotOnNode, Retryable
@@ -28,7 +29,7 @@ class OfflineCatalogue:
         if self._why is not None:
             raise self._why.with_traceback(None)
 
-    def resolve(self, ref: Ref) -> Version:
+    def resolve(self, ref: Ref, *, within_s: float = math.inf) -> Version:
         """The version a ref meant when this node last asked. Raises NotOnNode."""
         found = recalled(self._remembered, ref, str(self._why or "offline"))
         if found is None:
@@ -38,10 +39,12 @@ class OfflineCatalogue:
             )
         return found
 
-    def mark_used(self, ref: Ref) -> None:
+    def mark_used(self, ref: Ref, *, within_s: float = math.inf) -> None:
         """Nobody is there to be told."""
 
-    def take_lease(self, ref: Ref, holder: str, seconds: float) -> ReadLease:
+    def take_lease(
+        self, ref: Ref, holder: str, seconds: float, *, within_s: float = math.inf
+    ) -> ReadLease:
         """Who wants to read the store says so first. Raises NotOnNode."""
         raise NotOnNode(
             f"{ref} has no snapshot on this node, and the work is offline: make one with "

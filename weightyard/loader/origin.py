@@ -15,6 +15,7 @@ from weightyard.loader.choosing import MAX_INDEX_BYTES, choose, index_needed, re
 from weightyard.loader.plan import TensorPlan
 from weightyard.loader.report import LoadReport, Tally
 from weightyard.records import Version
+from weightyard.storage.deadline import NEVER, Deadline
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +64,7 @@ class Origin(ABC):
         """
 
     @abstractmethod
-    def held(self) -> AbstractContextManager[object]:
+    def held(self, deadline: Deadline = NEVER) -> AbstractContextManager[object]:
         """Inside, the bytes stay, whatever happens to the version."""
 
     @abstractmethod

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, closing
@@ -37,6 +38,7 @@ from weightyard.names import BlockId
 from weightyard.records import Version
 from weightyard.settings import Settings
 from weightyard.storage.cancel import Cancel
+from weightyard.storage.deadline import NEVER, Deadline
 from weightyard.storage.local import LocalStore
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import Catalogue, Placements
@@ -109,7 +111,7 @@ class StoreOrigin(Origin):
         with self.tally.stage("plan"):
             fetches = (fetch for plan in plans for fetch in plan.fetches)
             blocks = self.blocks_of(extent for one in fetches for extent in one.extents)
-            placements = Foreseen(self.catalogue, [block.id for block in blocks])
+            placements = Foreseen(self.catalogue, [block.id for block in blocks], asked.deadline)
             copied = converted_for(plans, asked, to) | _targets(plans, to).keys()
             lying = [
                 (plan, chunks_of(plan, self.manifest.blocks, placements.known))
@@ -178,8 +180,8 @@ class StoreOrigin(Origin):
             on_event=self.tally.say,
         )
 
-    def held(self) -> AbstractContextManager[object]:
-        return held(self.catalogue, self.version.ref)
+    def held(self, deadline: Deadline = NEVER) -> AbstractContextManager[object]:
+        return held(self.catalogue, self.version.ref, deadline)
 
     def report(self, device: object, **more: Any) -> LoadReport:
         report = self.tallied(device, **more)
@@ -275,7 +277,7 @@ class Reading:
         self._sizes = {block.id: block.raw_bytes for block in blocks}
         if placements is None:
             with origin.tally.stage("plan"):
-                placements = Foreseen(origin.catalogue, list(self._sizes))
+                placements = Foreseen(origin.catalogue, list(self._sizes), asked.deadline)
         self._reader = origin.reader(placements, gap_bytes, asked.budget)
         self._deltas = only_deltas(placements.known) if asked.device_decode else {}
         self._reader_of_differences = origin.reader(
@@ -375,17 +377,24 @@ class Foreseen:
     Each is given out once: who asks again did not find the block there, so the catalogue is asked.
     """
 
-    def __init__(self, catalogue: Placements, blocks: Sequence[BlockId]) -> None:
+    def __init__(
+        self, catalogue: Placements, blocks: Sequence[BlockId], deadline: Deadline = NEVER
+    ) -> None:
         self._catalogue = catalogue
-        self._known = dict(catalogue.placements(blocks))
+        left_s = deadline.left("asking where blocks lie")
+        self._known = dict(catalogue.placements(blocks, within_s=left_s))
 
     @property
     def known(self) -> Mapping[BlockId, Sequence[Placement]]:
         """Those not given out yet."""
         return self._known
 
-    def placements(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
+    def placements(
+        self, blocks: Sequence[BlockId], *, within_s: float = math.inf
+    ) -> Mapping[BlockId, Sequence[Placement]]:
         taken = {block: self._known.pop(block, None) for block in blocks}
         found = {block: places for block, places in taken.items() if places is not None}
         unknown = [block for block in taken if block not in found]
-        return {**found, **(self._catalogue.placements(unknown) if unknown else {})}
+        if not unknown:
+            return found
+        return {**found, **self._catalogue.placements(unknown, within_s=within_s)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -97,5 +98,7 @@ class Differences:
             for block, one in deltas.items()
         }
 
-    def placements(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
+    def placements(
+        self, blocks: Sequence[BlockId], *, within_s: float = math.inf
+    ) -> Mapping[BlockId, Sequence[Placement]]:
         return {block: [self._deltas[block]] for block in blocks}

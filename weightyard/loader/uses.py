@@ -10,6 +10,7 @@ from weightyard.loader.remembered import Remembered
 from weightyard.logs import Log
 from weightyard.names import Ref
 from weightyard.records import Version
+from weightyard.storage.deadline import NEVER, Deadline
 from weightyard.transfer.catalogue import Catalogue
 
 _log = Log(__name__)
@@ -17,6 +18,10 @@ _log = Log(__name__)
 _AGAIN_S = 60.0
 """How long a use counts for those that follow: retention goes by days, and a process that loads
 again and again should not ask the registry twice each time."""
+
+_NOTING_S = 5.0
+_NOTING = 0.25
+"""How long a load waits for a service that says nothing, at most this part of the time it has."""
 
 _MOST = 1000
 
@@ -29,7 +34,7 @@ class Uses:
         self._remembered = remembered
         self._marked: Recent[str, float] = Recent(_MOST)
 
-    def note(self, ref: Ref, version: Version) -> None:
+    def note(self, ref: Ref, version: Version, deadline: Deadline = NEVER) -> None:
         """A ref means this version, which is being loaded."""
         self._remembered.note(ref, version)
         now = time.monotonic()
@@ -37,7 +42,8 @@ class Uses:
         if marked_at is not None and now - marked_at < _AGAIN_S:
             return
         try:
-            self._catalogue.mark_used(Ref.parse(version.ref))
+            left_s = deadline.part(_NOTING).left_at_most(_NOTING_S, f"noting a use of {ref}")
+            self._catalogue.mark_used(Ref.parse(version.ref), within_s=left_s)
         except (Retryable, NotAllowed, NoSuchThing) as why:
             _log.warning("version.use_not_noted", version=version.ref, reason=why)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -116,11 +117,15 @@ class Registry(Closing):
         self.database.close()
 
     def placements(
-        self, blocks: Sequence[BlockId], *, reading: Reading | None = None
+        self,
+        blocks: Sequence[BlockId],
+        *,
+        reading: Reading | None = None,
+        within_s: float = math.inf,
     ) -> Mapping[BlockId, Sequence[Placement]]:
         return self.database.read(lambda tx: uploads.find_placements(tx, blocks, reading))
 
-    def resolve(self, ref: Ref) -> Version:
+    def resolve(self, ref: Ref, *, within_s: float = math.inf) -> Version:
         return self.database.ask(lambda tx: versions.resolve(tx, ref))
 
     def resolve_readable(self, name: ModelName, number: int) -> Version:
@@ -186,7 +191,7 @@ class Registry(Closing):
     def remove_model(self, name: ModelName, *, who: str | None = None) -> None:
         self._change(lambda tx: versions.remove_model(tx, name, self._or_me(who)))
 
-    def mark_used(self, ref: Ref) -> None:
+    def mark_used(self, ref: Ref, *, within_s: float = math.inf) -> None:
         """Note that a version is being loaded, for retention by last use.
 
         At most once a minute: a thousand nodes that start together are not a thousand writes. A
@@ -437,7 +442,13 @@ class Registry(Closing):
         return self.database.read(lambda tx: cost.freed_by_removing(tx, ref))
 
     def take_lease(
-        self, ref: Ref, holder: str, seconds: float, *, who: str | None = None
+        self,
+        ref: Ref,
+        holder: str,
+        seconds: float,
+        *,
+        who: str | None = None,
+        within_s: float = math.inf,
     ) -> ReadLease:
         """Keep a version's bytes for a reader, even if it is removed. Raises NoSuchThing."""
         author = self._or_me(who)

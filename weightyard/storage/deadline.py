@@ -34,6 +34,11 @@ class Deadline:
             raise DeadlineExceeded(f"no time left while {doing}")
         return left
 
+    def part(self, share: float) -> Deadline:
+        """One for a part of what is left, for what the rest must not wait for in vain."""
+        now = time.monotonic()
+        return Deadline(now + share * (self.at - now), self.cancel)
+
     def left_at_most(self, seconds: float, doing: str) -> float:
         """The shorter of what is left and a limit of its own."""
         return min(seconds, self.left(doing))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +29,14 @@ from weightyard.transfer.watching import Sighting
 
 
 class Placements(Protocol):
-    """What a reader asks. Thread-safe."""
+    """What a reader asks. Thread-safe.
 
-    def placements(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
+    `within_s`: as of a Catalogue.
+    """
+
+    def placements(
+        self, blocks: Sequence[BlockId], *, within_s: float = math.inf
+    ) -> Mapping[BlockId, Sequence[Placement]]:
         """Where blocks lie. A block the store does not have is left out."""
 
 
@@ -114,12 +120,14 @@ class Catalogue(Placements, Protocol):
     """Models, versions and aliases, and where blocks lie: a registry, or a service that has one.
 
     Thread-safe. Every call may raise Retryable and NotAllowed; `who` and `reason` are for history.
+    `within_s`: how long a service may be waited for that says nothing, then DeadlineExceeded; a
+    database has deadlines of its own.
     """
 
     is_service: bool
     """Whether it looks after its store by itself: writes records, and tells it what to keep."""
 
-    def resolve(self, ref: Ref) -> Version:
+    def resolve(self, ref: Ref, *, within_s: float = math.inf) -> Version:
         """The version a ref means now. Raises NoSuchThing."""
 
     def watch(self, ref: Ref, *, poll_s: float, stop: Cancel) -> Iterator[Sighting]:
@@ -172,10 +180,12 @@ class Catalogue(Placements, Protocol):
     def remove_model(self, name: ModelName) -> None:
         """Remove a model that has no versions. Raises NoSuchThing, Protected."""
 
-    def mark_used(self, ref: Ref) -> None:
+    def mark_used(self, ref: Ref, *, within_s: float = math.inf) -> None:
         """Note that a version is being loaded."""
 
-    def take_lease(self, ref: Ref, holder: str, seconds: float) -> ReadLease:
+    def take_lease(
+        self, ref: Ref, holder: str, seconds: float, *, within_s: float = math.inf
+    ) -> ReadLease:
         """Keep a version's bytes for a reader, even if it is removed. Raises NoSuchThing.
 
         Counts until it is released, or not renewed for so long. `holder` is for people.
@@ -265,7 +275,9 @@ class MemoryCatalogue:
         self._placements: dict[BlockId, list[Placement]] = {}
         self.packs: dict[PackId, Sequence[Placement]] = {}
 
-    def placements(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
+    def placements(
+        self, blocks: Sequence[BlockId], *, within_s: float = math.inf
+    ) -> Mapping[BlockId, Sequence[Placement]]:
         with self._lock:
             known = ((block, self._placements.get(block)) for block in blocks)
             return {block: tuple(found) for block, found in known if found}

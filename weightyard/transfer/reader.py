@@ -146,7 +146,7 @@ class Reader:
     ) -> list[Lost]:
         """Look up, plan and read; returns what was not where the catalogue said."""
         began = time.monotonic()
-        placements = self._look_up(want.block for want in wanted)
+        placements = self._look_up((want.block for want in wanted), call.deadline)
         share = max(LEAST_HOST_BYTES, self._max_host_bytes // _RUN_SHARE)
         runs = plan_reads(
             wanted,
@@ -155,12 +155,13 @@ class Reader:
             avoid=avoid,
             gap_bytes=self._gap_bytes,
         )
-        bases = self._look_up(
+        needed = (
             read.encoding.base
             for run in runs
             for read in run.reads
             if read.encoding.base is not None
         )
+        bases = self._look_up(needed, call.deadline)
         base_packs = dict.fromkeys(
             placement.pack for found in bases.values() for placement in standalone(found)
         )
@@ -197,9 +198,13 @@ class Reader:
             call.report.decoded_bytes += sign * sum(run.decoded_bytes for run in done)
         return lost
 
-    def _look_up(self, blocks: Iterable[BlockId]) -> dict[BlockId, Sequence[Placement]]:
-        asked = list(dict.fromkeys(blocks))
-        return dict(self._catalogue.placements(asked)) if asked else {}
+    def _look_up(
+        self, blocks: Iterable[BlockId], deadline: Deadline
+    ) -> dict[BlockId, Sequence[Placement]]:
+        if not (asked := list(dict.fromkeys(blocks))):
+            return {}
+        left_s = deadline.left("asking where blocks lie")
+        return dict(self._catalogue.placements(asked, within_s=left_s))
 
     def _note_lost(self, call: _Call, lost: Sequence[Lost]) -> frozenset[PackId]:
         """Tell of packs that are gone or damaged; returns them."""
