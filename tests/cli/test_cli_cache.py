@@ -55,6 +55,18 @@ def test_the_cache_is_listed_pruned_and_emptied(
     assert cli("cache", "prune", "--max", "much").code == 2
 
 
+def test_verifying_is_no_use_so_what_was_used_last_stays_the_longest(
+    cli: Cli, base: Path, tuned: Path
+) -> None:
+    cli.ok("push", base, BERT)
+    cli.ok("push", tuned, BERT)
+    for number in (1, 2):
+        cli.ok("path", f"{BERT}@v{number}")
+    before = [(one["ref"], one["used"]) for one in cli.json("cache", "ls")["snapshots"]]
+    cli.ok("cache", "verify")
+    assert [(one["ref"], one["used"]) for one in cli.json("cache", "ls")["snapshots"]] == before
+
+
 def test_verify_finds_a_damaged_snapshot_and_it_is_fetched_again(
     cli: Cli, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

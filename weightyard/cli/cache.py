@@ -155,7 +155,7 @@ def verify(
     verified = 0
     with session.progress("Verifying", sum(one.record.bytes for one in chosen)) as advance:
         for one in chosen:
-            opened = snapshots.open(one.place)
+            opened = snapshots.open(one.place, is_use=False)
             if opened is None:
                 damaged.append({**_json(one), "damaged_files": []})
                 continue

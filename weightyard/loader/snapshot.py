@@ -178,10 +178,11 @@ class Snapshot(Closing):
         self._lock = lock
 
     @classmethod
-    def open(cls, place: Place, lock: Lock) -> Snapshot | None:
+    def open(cls, place: Place, lock: Lock, *, is_use: bool = True) -> Snapshot | None:
         """The snapshot at a place whose lock is held; None if it is not there.
 
-        One whose files are not those it was made of is set aside, and said.
+        One whose files are not those it was made of is set aside, and said. `is_use`: what was not
+        used for long is evicted first.
         """
         record = place.read_record()
         if record is None or not is_own_folder(place.folder):
@@ -195,7 +196,8 @@ class Snapshot(Closing):
                 why = f"{file.path} is gone, of another length, a link or not yours"
                 place.set_aside(why, lock)
                 return None
-        lock.touch()
+        if is_use:
+            lock.touch()
         return cls(place, record, lock)
 
     @property

@@ -96,15 +96,18 @@ class Snapshots:
             _log.warning("snapshot.not_usable", snapshot=digest, reason=why)
             return None
 
-    def open(self, place: Place) -> Snapshot | None:
-        """The snapshot at a place, in use from now on; None if there is none. Raises NotAllowed."""
+    def open(self, place: Place, *, is_use: bool = True) -> Snapshot | None:
+        """The snapshot at a place, in use from now on; None if there is none. Raises NotAllowed.
+
+        `is_use`: as of `Snapshot.open`.
+        """
         end = time.monotonic() + _SOON_S
         while os.path.lexists(place.folder):
             private_folder(self.root)
             has_record = os.path.lexists(place.record_file)
             lock = Lock.take(place.lock, shared=True, make=has_record)
             if lock is not None:
-                if (snapshot := Snapshot.open(place, lock)) is None:
+                if (snapshot := Snapshot.open(place, lock, is_use=is_use)) is None:
                     lock.close()
                 return snapshot
             # Who made it is just giving up its lock, or it is being removed.
