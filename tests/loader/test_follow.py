@@ -122,7 +122,7 @@ def test_a_module_can_be_given_when_a_version_is_applied(yard: Yard) -> None:
     net = Net()
     with yard.follow(PROD) as follower:
         ready(follower, 1)
-        with pytest.raises(DoesNotFit, match="the module has no"):
+        with pytest.raises(DoesNotFit, match="unexpected keys"):
             follower.apply(nn.Linear(4, 4))
         with pytest.raises(Refused, match="changed"):
             follower.apply()
@@ -132,6 +132,45 @@ def test_a_module_can_be_given_when_a_version_is_applied(yard: Yard) -> None:
         ready(follower, 2)
         follower.apply(net)
         assert holds(net, 2)
+
+
+def test_a_module_given_when_a_version_is_applied_is_compared_in_names_shapes_and_dtypes(
+    yard: Yard,
+) -> None:
+    yard.push(state(1), BERT, alias="prod")
+    more, other = Net(), Net()
+    more.extra = nn.Parameter(torch.zeros(4))
+    other.steps = torch.zeros(1)
+    net = Net()
+    with yard.follow(PROD) as follower:
+        ready(follower, 1)
+        with pytest.raises(DoesNotFit, match="extra"):
+            follower.apply(more)
+        with pytest.raises(DoesNotFit, match="steps"):
+            follower.apply(other)
+        assert holds(other, 0), "nothing of it was changed"
+        follower.apply(net)
+        with pytest.raises(Refused, match="another module"):
+            follower.apply(Net())
+
+
+def test_a_module_given_when_a_version_is_applied_gets_only_the_blocks_that_changed(
+    yard: Yard,
+) -> None:
+    yard.push(state(1), BERT, alias="prod")
+    second = state(2)
+    second["embed"] = second["head"] = state(1)["embed"]
+    second["embed"][0, 0] = 2.0
+    net = Net()
+    with yard.follow(PROD) as follower:
+        ready(follower, 1)
+        follower.apply(net)
+        yard.push(second, BERT, alias="prod")
+        ready(follower, 2)
+        assert follower.report is not None
+        assert follower.report.raw_bytes < net.embed.nbytes
+        follower.apply()
+        assert torch.equal(net.embed, second["embed"])
 
 
 def test_another_module_than_the_one_followed_is_refused(yard: Yard) -> None:

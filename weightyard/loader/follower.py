@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -24,7 +24,7 @@ from weightyard.errors import (
     Unsupported,
     YardError,
 )
-from weightyard.format.manifest import FileEntry, Manifest
+from weightyard.format.manifest import FileEntry, Manifest, TensorEntry
 from weightyard.loader.asked import Asked
 from weightyard.loader.changes import Content, Holds, content_of, plan_changes
 from weightyard.loader.leases import Holding
@@ -58,6 +58,18 @@ _CLOSING_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
+class Planned:
+    """A version as it would be brought."""
+
+    manifest: Manifest
+    entries: Sequence[TensorEntry]
+    """Those asked for."""
+    plans: tuple[TensorPlan, ...]
+    contents: dict[str, Content]
+    """What every tensor holds then, by name."""
+
+
+@dataclass(frozen=True, slots=True)
 class Following:
     """What is followed, where it comes from, and how."""
 
@@ -83,20 +95,18 @@ class Following:
         if not 0 < self.poll_s <= MAX_POLL_S:
             raise BadSetting(f"poll_s={self.poll_s}: over 0 and at most {MAX_POLL_S:.0f} seconds")
 
-    def planned(
-        self, version: Version, resident: Resident, now: Holds
-    ) -> tuple[Manifest, tuple[TensorPlan, ...], dict[str, Content]]:
+    def planned(self, version: Version, resident: Resident, now: Holds) -> Planned:
         """What a version is made of, fitted to what is served. Raises DoesNotFit."""
         manifest = self.manifest(version)
-        tensors = chosen(manifest, self.asked, lambda file: self.file(version, manifest, file))
-        plans = resident.plan(tensors, self.asked, now)
+        entries = chosen(manifest, self.asked, lambda file: self.file(version, manifest, file))
+        plans = resident.plan(entries, self.asked, now)
         contents = {
             name: content
             for plan in plans
             for content in (content_of(plan, manifest.blocks),)
             for name in plan.names
         }
-        return manifest, plans, contents
+        return Planned(manifest, entries, plans, contents)
 
     def stage(self, version: Version, manifest: Manifest, cancel: Cancel) -> Stage:
         """How a version is brought: straight from the store where that can be reached."""
@@ -147,7 +157,7 @@ class Follower(Closing):
         self._is_taking = False
         self._holds: dict[str, Content | None] = {}
         if applied is not None:
-            self._holds |= following.planned(applied, resident, {})[2]
+            self._holds |= following.planned(applied, resident, {}).contents
         sightings = following.catalogue.watch(
             following.ref, poll_s=following.poll_s, stop=self._stop
         )
@@ -198,16 +208,16 @@ class Follower(Closing):
         """Have what is served hold the version that is ready, if one is; what is applied then.
 
         Call it between two forward passes. It copies memory and does nothing else: no I/O can make
-        it fail. `module`: what is served, if `follow` was not told; the same one every time. It is
-        compared with the version here, before any of it changes. Raises DoesNotFit, and Refused if
-        it is not what is followed.
+        it fail. `module`: what is served, if `follow` was not told; from then on it is followed.
+        It is compared with the version here, before any of it changes. Raises DoesNotFit, and
+        Refused if it is not what is followed.
         """
         target = self._target(module)
         with self._state:
             staged = self._applicable()
             if staged is not None:
                 left = self._left_of(staged)
-                target.require(one.change.plan for one in left)
+                self._adopt(target, staged, left)
                 for one in left:
                     self._begin(one)
                     one.put(target)
@@ -223,6 +233,18 @@ class Follower(Closing):
         if module is None:
             raise Refused("neither follow() nor apply() was given a module: use changed()")
         return Resident(module)
+
+    def _adopt(self, target: Resident, staged: Staged, left: Sequence[StagedTensor]) -> None:
+        """From now on what comes is for this one; what is ready may be from before.
+
+        Raises DoesNotFit.
+        """
+        plans = [one.change.plan for one in left]
+        chosen = target.require(staged.entries, self._following.asked, plans)
+        self._resident = target
+        # Of what the module ties the version may name only one.
+        for name, slot in chosen.items():
+            self._holds |= dict.fromkeys(slot.names, self._holds.get(name))
 
     def changed(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The tensors that differ in the version that is ready, for servers that load on their own.
@@ -283,10 +305,10 @@ class Follower(Closing):
     def _begin(self, one: StagedTensor) -> None:
         """A tensor is being written: if that breaks off, what it holds is not known."""
         self._is_torn = True
-        self._holds |= dict.fromkeys(one.names)
+        self._holds |= dict.fromkeys(self._resident.tied(one.names))
 
     def _end(self, one: StagedTensor) -> None:
-        self._holds |= dict.fromkeys(one.names, one.change.content)
+        self._holds |= dict.fromkeys(self._resident.tied(one.names), one.change.content)
 
     def _done(self, staged: Staged) -> None:
         self._version = staged.version
@@ -390,10 +412,11 @@ class Follower(Closing):
         following, resident = self._following, self._resident
         began = time.monotonic()
         try:
-            manifest, plans, contents = following.planned(wanted, resident, now)
-            changes = plan_changes(plans, contents, now, resident.patched(plans))
-            stage = following.stage(wanted, manifest, cancel)
-            tensors, report = stage.bring(wanted, changes, manifest.blocks, resident, now, cancel)
+            planned = following.planned(wanted, resident, now)
+            plans, blocks = planned.plans, planned.manifest.blocks
+            changes = plan_changes(plans, planned.contents, now, resident.patched(plans))
+            stage = following.stage(wanted, planned.manifest, cancel)
+            tensors, report = stage.bring(wanted, changes, blocks, resident, now, cancel)
         except Cancelled:
             return
         except YardError as why:
@@ -403,7 +426,7 @@ class Follower(Closing):
             # Such as MemoryError: a host may be short of something for a moment.
             self._fail(wanted, Bug(f"bringing {wanted.ref}: {why!r}"), may_pass=True)
         else:
-            staged = Staged(wanted, contents, tensors, report)
+            staged = Staged(wanted, planned.contents, tensors, planned.entries, report)
             with self._state:
                 is_wanted = self._wanted is wanted and not self._stop.is_cancelled
                 if is_wanted and staged.fits(self._holds):

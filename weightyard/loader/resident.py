@@ -55,16 +55,24 @@ class Resident:
         """Whether it was made of this very module or mapping."""
         return self._served is served
 
-    def require(self, plans: Iterable[TensorPlan]) -> None:
-        """Raises DoesNotFit unless there is a tensor of the same shape for each of them."""
+    def require(
+        self, entries: Sequence[TensorEntry], asked: Asked, plans: Iterable[TensorPlan]
+    ) -> dict[str, Slot]:
+        """Where a version's tensors go, that was planned before it was known what is served.
+
+        Raises DoesNotFit, also for a shard where all of a tensor was planned.
+        """
+        chosen = self._fitting(entries, asked)
         for plan in plans:
-            for name in plan.names:
-                slot = self._by_name.get(name)
-                if slot is None:
-                    raise DoesNotFit(f"the module has no {name}", [], [name])
-                there = tuple(slot.local.shape)
-                if there != plan.shape:
-                    raise DoesNotFit(f"{name} is {plan.shape}, in the module {there}", [], [])
+            there = tuple(self._by_name[plan.name].local.shape)
+            if there != plan.shape:
+                raise DoesNotFit(
+                    f"{plan.name} is {plan.shape}, in the module {there} of it: a module with "
+                    "shards has to be given to follow()",
+                    [],
+                    [],
+                )
+        return chosen
 
     def plan(
         self, entries: Sequence[TensorEntry], asked: Asked, now: Holds
@@ -74,15 +82,19 @@ class Resident:
             plans = plan_tensors(entries)
             _require_same_structure(plans, now)
             return plans
+        chosen = self._fitting(entries, asked)
         # Whether two of them are tied, what is served says.
-        entries = [msgspec.structs.replace(entry, tied=None) for entry in entries]
-        patterns = asked.tensor_patterns
-        expected = None if patterns is None else {n for n in self._by_name if admits(n, patterns)}
-        chosen = fit(self._slots, entries, strict=True, expected=expected)
-        entries = [entry for entry in entries if entry.name in chosen]
+        entries = [
+            msgspec.structs.replace(entry, tied=None) for entry in entries if entry.name in chosen
+        ]
         layouts = {name: one.tensor for name, one in chosen.items() if is_layout(one.tensor)}
         plans = plan_tensors(entries, replace(asked, slices=layouts).indices(entries))
         return tuple(replace(plan, names=chosen[plan.name].names) for plan in plans)
+
+    def _fitting(self, entries: Sequence[TensorEntry], asked: Asked) -> dict[str, Slot]:
+        patterns = asked.tensor_patterns
+        expected = None if patterns is None else {n for n in self._by_name if admits(n, patterns)}
+        return fit(self._slots or (), entries, strict=True, expected=expected)
 
     def patched(self, plans: Iterable[TensorPlan]) -> set[str]:
         """The tensors into whose memory bytes can be put as they are stored."""
@@ -101,6 +113,12 @@ class Resident:
     def slots(self, names: Iterable[str]) -> list[Slot]:
         """Those that have these names, each once."""
         return list({id(slot): slot for slot in map(self.slot, names)}.values())
+
+    def tied(self, names: Sequence[str]) -> Sequence[str]:
+        """All names of what has these, more where the module ties them to others."""
+        if self._slots is None:
+            return names
+        return [name for slot in self.slots(names) for name in slot.names]
 
     def lying(self, now: Holds) -> dict[BlockId, Lying]:
         """Where blocks lie in the memory of tensors, those that begin there."""

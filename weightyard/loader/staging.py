@@ -17,7 +17,7 @@ import numpy as np
 from weightyard.codec.arena import ARENA_BYTES
 from weightyard.errors import Damaged, TooLarge
 from weightyard.format.block import MIB, block_id
-from weightyard.format.manifest import BlockEntry
+from weightyard.format.manifest import BlockEntry, TensorEntry
 from weightyard.format.pack import Placement
 from weightyard.loader.batches import one_by_one
 from weightyard.loader.changes import Change, Content, Holds
@@ -125,6 +125,8 @@ class Staged:
     contents: Mapping[str, Content]
     """What every tensor holds then, by name."""
     tensors: tuple[StagedTensor, ...]
+    entries: Sequence[TensorEntry]
+    """All that was asked for of the version."""
     report: ReadReport = field(default_factory=ReadReport)
     """What it took to bring it."""
 
