@@ -13,6 +13,8 @@ from loader_world import BERT, noise, same, yard_in
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from weightyard.errors import Unsupported
@@ -69,6 +71,44 @@ def test_two_dimensions_of_ranks_cut_in_both(yard: Yard) -> None:
         rows = yard.load(BERT, slices={"*": Layout(mesh, [Replicate(), Shard(0)])})
     assert same(both, {"w.weight": W[2048:, 512:], "odd": ODD[4:, 3:]})
     assert same(rows, {"w.weight": W[2048:], "odd": ODD[4:]})
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_fsdp_over_tensor_parallelism_gets_the_rows_torch_gives_it(yard: Yard, rank: int) -> None:
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    with as_rank(rank, 2, 2) as mesh:
+        weights = yard.load(BERT, slices={"*": Layout(mesh, placements)})
+        expected = {}
+        for name, tensor in (("w.weight", W), ("odd", ODD)):
+            fitting = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+            rows, start = fitting[0][0], fitting[1][0]
+            expected[name] = tensor[start : start + rows]
+    assert same(weights, expected)
+    tensor_parallel, data_parallel = rank % 2, rank // 2
+    first = 2048 * tensor_parallel + 1024 * data_parallel
+    assert torch.equal(weights["w.weight"], W[first : first + 1024])
+
+
+def test_a_module_of_fsdp_over_tensor_parallelism_gets_this_rank_s_shards(yard: Yard) -> None:
+    # One rank only: torch keeps the mesh of a DTensor, and with it the rank it first was.
+    placements = [_StridedShard(0, split_factor=2), Shard(0)]
+    with as_rank(1, 2, 2) as mesh:
+        local = torch.zeros(1024, 1024, dtype=torch.bfloat16)
+        module = nn.Module()
+        module.w = nn.Module()
+        module.w.weight = nn.Parameter(
+            DTensor.from_local(
+                local, mesh, placements, run_check=False, shape=W.shape, stride=W.stride()
+            )
+        )
+        yard.load_into(module, BERT, tensors="w.*")
+    assert torch.equal(local, W[2048:3072])
+
+
+def test_a_layout_whose_rows_are_apart_is_refused(yard: Yard) -> None:
+    layout = [Shard(0), _StridedShard(0, split_factor=2)]
+    with as_rank(1, 2, 2) as mesh, pytest.raises(Unsupported, match="next to each other"):
+        yard.load(BERT, slices={"w.*": Layout(mesh, layout)})
 
 
 def test_a_layout_of_sums_is_refused(yard: Yard) -> None:
