@@ -276,6 +276,7 @@ class Yard(Catalogued, Loads, Closing):
         found = None if include or exclude else self.snapshots.find(Digest(version.digest))
         if found is None:
             found = self._take_snapshot(version, Choice(include, exclude), progress)
+        found.recheck()
         self._in_use[found.path] = found
         return found.path
 

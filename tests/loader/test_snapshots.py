@@ -336,6 +336,29 @@ def test_a_load_has_its_snapshot_verified_and_one_that_is_damaged_is_made_anew(
     assert torch.equal(yard.load(BERT)["weight"], state["weight"])
 
 
+def test_a_snapshot_that_is_taken_again_is_verified_and_a_damaged_one_set_aside(
+    yard: Yard, model: Path, tmp_path: Path
+) -> None:
+    push(yard, model)
+    path = yard.snapshot(BERT)
+    damage(path / "config.json")
+    os.utime(Place(path.parent, path.name).checked, (0, 0))
+    with yard_in(tmp_path) as later:
+        assert later.snapshot(BERT) == path
+        eventually(lambda: not path.exists())
+
+
+def test_a_snapshot_that_is_read_lazily_is_verified_and_a_damaged_one_set_aside(yard: Yard) -> None:
+    torch = pytest.importorskip("torch")
+    yard.push({"weight": torch.randn(256, 256)}, BERT)
+    path = yard.snapshot(BERT)
+    (file,) = path.glob("*.safetensors")
+    damage(file)
+    os.utime(Place(path.parent, path.name).checked, (0, 0))
+    with yard.safe_open(BERT):
+        eventually(lambda: not path.exists())
+
+
 def test_who_comes_to_verify_when_another_just_did_leaves_it(
     yard: Yard, model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -45,6 +45,7 @@ class LazyWeights(Closing):
         self._open = ExitStack()
         self._open.enter_context(origin.held())
         self._is_closed = False
+        origin.recheck()
 
     @property
     def version(self) -> Version:

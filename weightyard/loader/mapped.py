@@ -129,8 +129,11 @@ class SnapshotOrigin(Origin):
     def held(self, deadline: Deadline = NEVER) -> AbstractContextManager[object]:
         return nullcontext()  # the files are this node's: nobody else takes them away
 
-    def report(self, device: object, **more: Any) -> LoadReport:
+    def recheck(self) -> None:
         self._snapshot.recheck()
+
+    def report(self, device: object, **more: Any) -> LoadReport:
+        self.recheck()
         cached_bytes = 0 if self._is_told else self.tally.bytes
         return self.tallied(device, from_snapshot=True, cached_bytes=cached_bytes, **more)
 

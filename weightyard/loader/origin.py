@@ -68,6 +68,10 @@ class Origin(ABC):
         """Inside, the bytes stay, whatever happens to the version."""
 
     @abstractmethod
+    def recheck(self) -> None:
+        """Have bytes that this node keeps verified in the background, if that is due."""
+
+    @abstractmethod
     def report(self, device: object, **more: Any) -> LoadReport:
         """What was done so far; `more` is what only others know of it."""
 

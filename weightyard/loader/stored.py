@@ -180,6 +180,9 @@ class StoreOrigin(Origin):
             on_event=self.tally.say,
         )
 
+    def recheck(self) -> None:
+        """Nothing is kept here: every read is checked."""
+
     def held(self, deadline: Deadline = NEVER) -> AbstractContextManager[object]:
         return held(self.catalogue, self.version.ref, deadline)
 
