@@ -57,7 +57,8 @@ What one of two ranks loads: half of every tensor, along the first dimension."""
 
 Three DataNodes, three copies. When a third of the model has come, one DataNode is killed, or
 stopped so that its connections stay open and nothing comes any more; in turns with loads that
-nothing disturbs. It is started again before the next load.""",
+nothing disturbs. Each is in a rack of its own, and the reader in that of the one that fails, so
+that it reads from that one. It is started again before the next load.""",
     "checkpoints": """\
 ## Checkpoints
 

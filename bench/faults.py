@@ -21,14 +21,17 @@ from weightyard.testing.cluster import MiniCluster
 
 UNDISTURBED, KILLED, STOPPED = "undisturbed", "one killed", "one stopped"
 _SIGNALS = {KILLED: signal.SIGKILL, STOPPED: signal.SIGSTOP}
-DATANODES = 3
+RACKS = ("a", "b", "c")
+DATANODES = len(RACKS)
 
 
 class _Load:
     """Loads; from the second time on, a process is sent a signal when a third has come."""
 
-    def __init__(self, url: str, folder: str, length: int, victim: int, sent: int) -> None:
-        self._yard = opened(url, folder)
+    def __init__(
+        self, url: str, folder: str, length: int, location: str, victim: int, sent: int
+    ) -> None:
+        self._yard = opened(url, folder, location)
         self._length, self._victim, self._sent = length, victim, sent
         self._loads = self._come = 0
         self.read_bytes = self.went_wrong = 0
@@ -50,8 +53,10 @@ class _Load:
             self._sent = 0
 
 
-def load(site: Site, *, url: str, folder: str, length: int, victim: int, sent: int) -> Action:
-    return _Load(url, folder, length, victim, sent)
+def load(
+    site: Site, *, url: str, folder: str, length: int, location: str, victim: int, sent: int
+) -> Action:
+    return _Load(url, folder, length, location, victim, sent)
 
 
 TASKS: Mapping[str, Prepare] = {"faults.load": load}
@@ -61,7 +66,7 @@ def run(length: int, kills: int, done: Callable[[Row], object]) -> tuple[Row, ..
     """On a cluster of its own, whose DataNodes are started again after each."""
     scratch = Path(tempfile.mkdtemp(prefix="weightyard-bench-"))
     try:
-        with MiniCluster(datanodes=DATANODES, racks=("a",)) as cluster:
+        with MiniCluster(datanodes=DATANODES, racks=RACKS) as cluster:
             return _run(cluster, scratch, length, kills, done)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
@@ -79,10 +84,13 @@ def _run(
         for number in range(kills):
             for way, row in rows.items():
                 site = Site.of(cluster, scratch)  # a DataNode started again has another pid
-                victim = cluster.datanodes[number % DATANODES]
+                at = number % DATANODES
+                victim = cluster.datanodes[at]
                 options = {
                     **model.yards[PLANES],
                     "length": model.length,
+                    # Beside it, so that every load reads from it and has to turn away.
+                    "location": cluster.plan.datanodes[at].rack,
                     "victim": victim.identity.pid,
                     "sent": int(_SIGNALS.get(way, 0)),
                     "digest": model.digest,

@@ -17,16 +17,19 @@ from weightyard.yard import Yard
 MODEL = "bench/model"
 
 
-def settings_in(folder: str) -> Settings:
-    """Database, home and cache in a folder of its own."""
+def settings_in(folder: str, location: str | None = None) -> Settings:
+    """Database, home and cache in a folder of its own. `location`: the rack of who reads."""
     return Settings(
-        db=f"sqlite:///{folder}/registry.db", home=Path(folder), cache=Path(folder, "cache")
+        db=f"sqlite:///{folder}/registry.db",
+        home=Path(folder),
+        cache=Path(folder, "cache"),
+        location=location,
     )
 
 
-def opened(url: str, folder: str) -> Yard:
+def opened(url: str, folder: str, location: str | None = None) -> Yard:
     Path(folder).mkdir(parents=True, exist_ok=True)
-    return open_yard(url, settings=settings_in(folder))
+    return open_yard(url, settings=settings_in(folder, location))
 
 
 def push(
