@@ -154,6 +154,8 @@ def test_a_difference_that_did_not_make_its_block_is_an_error(
         put(codec, source, into, adds=False)
 
     monkeypatch.setattr(decoding_ring, "put", wrong)
+    with pytest.raises(BlockCorrupt, match="fold"):  # of blocks that come in several parts
+        _loaded(yard, LateDevice(), f"{BERT}@v2", Asked(tensors="a.long", device_decode=True))
     with pytest.raises(BlockCorrupt, match="fold"):
         _loaded(yard, LateDevice(), f"{BERT}@v2")
     assert left_threads() == []

@@ -25,6 +25,7 @@ from weightyard.loader.report import Tally
 from weightyard.loader.ring import Copies, RingPlacer
 from weightyard.loader.state import bytes_of
 from weightyard.loader.undecoded import Undecoded, pieces_of
+from weightyard.names import BlockId
 
 if TYPE_CHECKING:
     import torch
@@ -58,6 +59,16 @@ class _Sent:
         return sum(piece.length for piece in self.pieces)
 
 
+@dataclass(frozen=True, slots=True)
+class _Added:
+    """A part of a block that was made of a delta and its base."""
+
+    block_start: int
+    """Where the block begins in the tensor, or would."""
+    length: int
+    encoding: Encoding
+
+
 class DecodingRing(RingPlacer):
     """Tensors on a device that decodes. It takes one slab's length of it besides, and a little."""
 
@@ -77,7 +88,7 @@ class DecodingRing(RingPlacer):
         )
         self._scratch = self._scratch_of(self.batch_bytes)
         copies.follow()
-        self._added: dict[int, list[tuple[int, Encoding]]] = {}
+        self._added: dict[int, list[_Added]] = {}
 
     def fill_undecoded(self, batch: Batch, reads: ReadsUndecoded) -> None:
         """As `fill`, but the device decodes.
@@ -103,8 +114,8 @@ class DecodingRing(RingPlacer):
                 start = one.start + piece.into
                 base = Piece(0, encoding.base, piece.offset, piece.length)
                 bases.append(_Sent(one.tensor, start, (base,)))
-                if piece.length == encoding.raw_bytes:
-                    self._added.setdefault(one.tensor, []).append((start, encoding))
+                added = _Added(start - piece.offset, piece.length, encoding)
+                self._added.setdefault(one.tensor, []).append(added)
         if bases:
             self._bring(bases, reads, adds=True)
 
@@ -112,12 +123,20 @@ class DecodingRing(RingPlacer):
         return number in self._picked or number in self._converted
 
     def finish(self, number: int) -> torch.Tensor:
-        """The tensor. Raises BlockCorrupt if a delta and its base do not make the block."""
+        """The tensor. Raises BlockCorrupt if a delta and its base do not make the block.
+
+        Of blocks that lie in it whole, in however many parts they came: others have no fold here.
+        """
         self._copies.hand_over()
-        for start, encoding in self._added.pop(number, ()):
-            found = fold_where_it_lies(self.bytes_on_device(number, start, encoding.raw_bytes))
-            if found != encoding.fold:
-                raise BlockCorrupt(f"block {encoding.block}: on the device it has another fold")
+        blocks: dict[tuple[int, BlockId], list[_Added]] = {}
+        for one in self._added.pop(number, ()):
+            blocks.setdefault((one.block_start, one.encoding.block), []).append(one)
+        for (start, block), parts in blocks.items():
+            raw_bytes, fold = parts[0].encoding.raw_bytes, parts[0].encoding.fold
+            if sum(part.length for part in parts) != raw_bytes:
+                continue
+            if fold_where_it_lies(self.bytes_on_device(number, start, raw_bytes)) != fold:
+                raise BlockCorrupt(f"block {block}: on the device it has another fold")
         return super().finish(number)
 
     def _bring(
