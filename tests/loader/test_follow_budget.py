@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -13,14 +14,18 @@ import pytest
 from loader_world import BERT, left_threads, noise, same, yard_in
 from waiting import SOON_S, eventually
 
+from weightyard.client.blocks import ServiceReader
 from weightyard.format.block import MIB
 from weightyard.loader.changes import content_of, plan_changes
 from weightyard.loader.follower import Follower
 from weightyard.loader.plan import plan_tensors
 from weightyard.loader.resident import Resident
 from weightyard.loader.staging import WORKING_BYTES, Shares, Stage, StagedTensor, prepare
+from weightyard.names import BlockId
 from weightyard.storage.cancel import Cancel
 from weightyard.transfer.memory import SpareMemory
+from weightyard.transfer.plan import Wanted
+from weightyard.transfer.reader import Reader
 from weightyard.yard import Yard
 
 PROD = f"{BERT}@prod"
@@ -54,14 +59,18 @@ def most_bytes(work: Callable[[], object]) -> int:
 
 
 def brought(
-    yard: Yard, slices: Mapping[str, Any], max_host_bytes: int | None, **how: Any
+    yard: Yard,
+    slices: Mapping[str, Any],
+    max_host_bytes: int | None,
+    source: ServiceReader | None = None,
+    **how: Any,
 ) -> tuple[StagedTensor, ...]:
     """Slices of a version's tensors, as a follower brings them."""
     manifest = yard.manifest(PROD)
     plans = plan_tensors(manifest.tensors, slices)
     contents = {plan.name: content_of(plan, manifest.blocks) for plan in plans}
     changes = plan_changes(plans, contents, {}, ())
-    stage = Stage(yard.store, yard.catalogue, max_host_bytes, **how)
+    stage = Stage(source or yard.store, yard.catalogue, max_host_bytes, **how)
     version = yard.resolve(PROD)
     tensors, _ = stage.bring(version, changes, manifest.blocks, Resident(None), {}, Cancel())
     return tensors
@@ -89,6 +98,34 @@ def test_bringing_a_version_takes_no_more_than_it_is_told(
     whole = {one.names[0]: one.whole(Resident(None)) for one in found}
     assert same(whole, {name: one[SLICES[part]] for name, one in STATE.items()})
     assert most <= bound + LOOSE
+
+
+@pytest.mark.parametrize("part", ["all", "some columns"])
+def test_bringing_a_version_through_the_service_takes_no_more_than_it_is_told(
+    tmp_path: Path, part: str
+) -> None:
+    state = {"long": noise(5 * 8192, 1024, seed=1)}
+    with yard_in(tmp_path) as yard:
+        yard.push(state, BERT, alias="prod")
+        manifest = yard.manifest(PROD)
+        blocks: dict[BlockId, bytearray] = {b.id: bytearray(b.raw_bytes) for b in manifest.blocks}
+        Reader(yard.store, yard.catalogue).read(
+            [Wanted(block, 0, memoryview(raw)) for block, raw in blocks.items()]
+        )
+
+        def fetch(block: BlockId, write: Callable[[bytes], object]) -> None:
+            """As it comes through a service: in pieces, several blocks at once."""
+            for start in range(0, len(blocks[block]), MIB):
+                write(bytes(blocks[block][start : start + MIB]))
+                time.sleep(0.001)
+
+        source = ServiceReader(manifest, fetch)
+        slices = {"long": SLICES[part]}
+        bound = state["long"][SLICES[part]].nbytes + WORKING_BYTES
+        found: list[StagedTensor] = []
+        most = most_bytes(lambda: found.extend(brought(yard, slices, bound, source=source)))
+        assert same({"long": found[0].whole(Resident(None))}, {"long": state["long"][SLICES[part]]})
+        assert most <= bound + LOOSE
 
 
 def kept(follower: Follower) -> list[np.ndarray]:

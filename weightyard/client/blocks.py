@@ -71,14 +71,17 @@ class ServiceReader:
         raw_bytes = self._raw_bytes.get(block)
         if raw_bytes is None:
             raise NoSuchThing(f"the version has no block {block}")
-        raw = bytearray()
+        raw = memoryview(bytearray(raw_bytes))  # one that grows takes more than it holds
+        come = 0
 
         def write(piece: bytes) -> None:
-            if len(raw) + len(piece) > raw_bytes:
+            nonlocal come
+            if come + len(piece) > raw_bytes:
                 raise BlockCorrupt(f"block {block}: more than its {raw_bytes} bytes came")
-            raw.extend(piece)
+            raw[come : come + len(piece)] = piece
+            come += len(piece)
 
         self._fetch(block, write)
-        if block_id(raw) != block:
+        if block_id(raw[:come]) != block:
             raise BlockCorrupt(f"block {block}: other bytes came")
-        return memoryview(raw)
+        return raw

@@ -61,6 +61,8 @@ class Shares:
     """Of runs out of which bytes are picked."""
     proved_bytes: float = math.inf
     """Of blocks that are read whole to prove some of their bytes."""
+    service_bytes: float = math.inf
+    """Of blocks that come through the service, which are whole and nothing to decode."""
 
     @classmethod
     def within(cls, max_host_bytes: int | None) -> Shares:
@@ -68,7 +70,7 @@ class Shares:
         if max_host_bytes is None:
             return cls()
         each = WORKING_BYTES // 4
-        return cls(each, max(1, each // ARENA_BYTES), each, each)
+        return cls(each, max(1, each // ARENA_BYTES), each, each, 2 * each)
 
 
 _PREPARED = 4
@@ -278,9 +280,27 @@ class _Bringing:
             )
             report = reader.read(wanted, cancel=self._cancel)
         else:
-            report = source.read(wanted, lambda done_bytes: self._cancel.check("reading"))
+            report = ReadReport()
+            for some in self._by_blocks(wanted):
+                report += source.read(some, lambda done_bytes: self._cancel.check("reading"))
         self.report += report
         return report
+
+    def _by_blocks(self, wanted: Sequence[Wanted]) -> Iterator[list[Wanted]]:
+        """What a service is asked for at a time: there must be room for whole blocks."""
+        by_block: dict[BlockId, list[Wanted]] = {}
+        for one in wanted:
+            by_block.setdefault(one.block, []).append(one)
+        some: list[Wanted] = []
+        room = self._shares.service_bytes
+        for block, parts in by_block.items():
+            if some and self._sizes[block] > room:
+                yield some
+                some, room = [], self._shares.service_bytes
+            room -= self._sizes[block]
+            some += parts
+        if some:
+            yield some
 
     def _is_whole(self, wanted: Wanted) -> bool:
         return wanted.into.nbytes == self._sizes[wanted.block]
