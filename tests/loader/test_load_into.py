@@ -76,6 +76,14 @@ def test_parameters_are_filled_where_they_are(yard: Yard, atomic: bool, snapshot
     assert all(one.requires_grad for one in module.parameters())
 
 
+def test_the_report_says_where_the_parameters_are_not_where_those_on_meta_would_go(
+    yard: Yard,
+) -> None:
+    yard.push(weights(), BERT)
+    assert yard.load_into(Net(), BERT, device="cpu:0").device == "cpu"
+    assert yard.load_into(on_meta(), BERT, device="cpu:0").device == "cpu:0"
+
+
 def test_parameters_keep_their_dtype_and_layout(yard: Yard) -> None:
     yard.push(weights(), BERT)
     module = Net(torch.float32)

@@ -57,7 +57,8 @@ def load_into(
     with origin.tally.stage("place"):
         for slot, tensor in loaded:
             slot.take(tensor)
-    return origin.report(device)
+    devices = sorted({str(where) for where, _ in groups})
+    return origin.report(", ".join(devices) or meta_device)
 
 
 def _expected(slots: Sequence[Slot], asked: Asked) -> set[str] | None:
