@@ -237,12 +237,15 @@ class AcceleratorCopies:
         import torch
 
         with self._lock:
+            # Setting a stream also makes its device the current one of this thread.
+            device_index = torch.accelerator.current_device_index()
             before = torch.accelerator.current_stream(self._device)
             torch.accelerator.set_stream(self._side)
             try:
                 work()
             finally:
                 torch.accelerator.set_stream(before)
+                torch.accelerator.set_device_index(device_index)
 
     def mark(self) -> Mark:
         return _EventMark(self._side.record_event())
