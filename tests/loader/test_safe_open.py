@@ -76,6 +76,25 @@ def test_only_what_is_looked_at_is_read(
         assert sum(asked) <= 2 * MIB
 
 
+@pytest.mark.parametrize("verify", ["fast", "full"])
+def test_where_tensors_lie_is_asked_once_however_many_are_looked_at(
+    yard: Yard, file: Path, monkeypatch: pytest.MonkeyPatch, verify: Any
+) -> None:
+    asked: list[int] = []
+    placements = type(yard.catalogue).placements
+
+    def counted(catalogue: Any, blocks: Any, **more: Any) -> Any:
+        asked.append(len(blocks))
+        return placements(catalogue, blocks, **more)
+
+    monkeypatch.setattr(type(yard.catalogue), "placements", counted)
+    with yard.safe_open(BERT, verify=verify) as weights:
+        for name in TENSORS:
+            assert same({name: weights.get_tensor(name)}, {name: TENSORS[name]})
+            weights.get_slice("w")[3]
+        assert len(asked) == 1
+
+
 def test_the_bytes_stay_while_it_is_open(yard: Yard, file: Path) -> None:
     with yard.safe_open(BERT) as weights:
         assert leases(yard.registry.database) == 1

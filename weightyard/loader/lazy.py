@@ -44,6 +44,11 @@ class LazyWeights(Closing):
         origin.open_files(entry.file for entry in self._entries.values())
         self._open = ExitStack()
         self._open.enter_context(origin.held())
+        try:
+            origin.foresee(self._entries.values(), asked)
+        except BaseException:
+            self._open.close()
+            raise
         self._is_closed = False
         origin.recheck()
 

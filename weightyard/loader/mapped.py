@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from weightyard.errors import Damaged
-from weightyard.format.manifest import Extent, FileEntry, Manifest
+from weightyard.format.manifest import Extent, FileEntry, Manifest, TensorEntry
 from weightyard.loader.asked import Asked
 from weightyard.loader.batches import Batch, one_by_one
 from weightyard.loader.converting import result_dtype
@@ -125,6 +125,9 @@ class SnapshotOrigin(Origin):
                 sources.pop(number, None)
                 yield plans[number], tensor
                 del tensor
+
+    def foresee(self, entries: Iterable[TensorEntry], asked: Asked) -> None:
+        """Nothing is to be asked: the files are here."""
 
     def held(self, deadline: Deadline = NEVER) -> AbstractContextManager[object]:
         return nullcontext()  # the files are this node's: nobody else takes them away

@@ -64,6 +64,10 @@ class Origin(ABC):
         """
 
     @abstractmethod
+    def foresee(self, entries: Iterable[TensorEntry], asked: Asked) -> None:
+        """Ask at once for what reading any of these tensors needs to know."""
+
+    @abstractmethod
     def held(self, deadline: Deadline = NEVER) -> AbstractContextManager[object]:
         """Inside, the bytes stay, whatever happens to the version."""
 

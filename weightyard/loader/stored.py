@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from weightyard.errors import Damaged
-from weightyard.format.manifest import BlockEntry, Extent, FileEntry, Manifest
+from weightyard.format.manifest import BlockEntry, Extent, FileEntry, Manifest, TensorEntry
 from weightyard.format.pack import Placement
 from weightyard.loader.asked import Asked
 from weightyard.loader.batches import Batch, all_at_once, one_by_one
@@ -79,6 +79,7 @@ class StoreOrigin(Origin):
         self._on_loaded = on_loaded
         self._loaded = Loaded(manifest)
         self._expect = expect
+        self._foreseen: dict[BlockId, Sequence[Placement]] = {}
 
     def expect(self) -> None:
         """Say that packs of it may be asked for."""
@@ -111,7 +112,7 @@ class StoreOrigin(Origin):
         with self.tally.stage("plan"):
             fetches = (fetch for plan in plans for fetch in plan.fetches)
             blocks = self.blocks_of(extent for one in fetches for extent in one.extents)
-            placements = Foreseen(self.catalogue, [block.id for block in blocks], asked.deadline)
+            placements = self.foreseen([block.id for block in blocks], asked)
             copied = converted_for(plans, asked, to) | _targets(plans, to).keys()
             lying = [
                 (plan, chunks_of(plan, self.manifest.blocks, placements.known))
@@ -179,6 +180,15 @@ class StoreOrigin(Origin):
             gap_bytes=gap_bytes,
             on_event=self.tally.say,
         )
+
+    def foresee(self, entries: Iterable[TensorEntry], asked: Asked) -> None:
+        extents = (extent for one in entries for box in one.boxes for extent in box.extents)
+        blocks = [block.id for block in self.blocks_of(extents)]
+        self._foreseen.update(Foreseen(self.catalogue, blocks, asked.deadline).known)
+
+    def foreseen(self, blocks: Sequence[BlockId], asked: Asked) -> Foreseen:
+        """Where blocks lie, for one load; those that were foreseen are not asked for again."""
+        return Foreseen(self.catalogue, blocks, asked.deadline, self._foreseen)
 
     def recheck(self) -> None:
         """Nothing is kept here: every read is checked."""
@@ -280,7 +290,7 @@ class Reading:
         self._sizes = {block.id: block.raw_bytes for block in blocks}
         if placements is None:
             with origin.tally.stage("plan"):
-                placements = Foreseen(origin.catalogue, list(self._sizes), asked.deadline)
+                placements = origin.foreseen(list(self._sizes), asked)
         self._reader = origin.reader(placements, gap_bytes, asked.budget)
         self._deltas = only_deltas(placements.known) if asked.device_decode else {}
         self._reader_of_differences = origin.reader(
@@ -381,11 +391,19 @@ class Foreseen:
     """
 
     def __init__(
-        self, catalogue: Placements, blocks: Sequence[BlockId], deadline: Deadline = NEVER
+        self,
+        catalogue: Placements,
+        blocks: Sequence[BlockId],
+        deadline: Deadline = NEVER,
+        before: dict[BlockId, Sequence[Placement]] | None = None,
     ) -> None:
+        """`before`: what is known already; of those that moved it is told where they are now."""
         self._catalogue = catalogue
-        left_s = deadline.left("asking where blocks lie")
-        self._known = dict(catalogue.placements(blocks, within_s=left_s))
+        self._before = {} if before is None else before
+        self._known = {block: self._before[block] for block in blocks if block in self._before}
+        if unknown := [block for block in blocks if block not in self._known]:
+            left_s = deadline.left("asking where blocks lie")
+            self._known.update(catalogue.placements(unknown, within_s=left_s))
 
     @property
     def known(self) -> Mapping[BlockId, Sequence[Placement]]:
@@ -400,4 +418,6 @@ class Foreseen:
         unknown = [block for block in taken if block not in found]
         if not unknown:
             return found
-        return {**found, **self._catalogue.placements(unknown, within_s=within_s)}
+        fresh = self._catalogue.placements(unknown, within_s=within_s)
+        self._before.update((block, fresh[block]) for block in fresh if block in self._before)
+        return {**found, **fresh}
