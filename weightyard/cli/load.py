@@ -35,7 +35,11 @@ def load(
         bool, typer.Option("--verify", help="Hash every block too: verify='full'.")
     ] = False,
     cache: Annotated[
-        bool, typer.Option("--cache/--no-cache", help="Use this node's snapshot if there is one.")
+        bool,
+        typer.Option(
+            "--cache/--no-cache",
+            help="Use this node's snapshot if there is one, else leave one of a whole version.",
+        ),
     ] = True,
     report: Annotated[bool, typer.Option("--report", help="Show bytes and time by stage.")] = False,
     repeat: Annotated[int, typer.Option(min=1, max=1000, help="Load so many times.")] = 1,
