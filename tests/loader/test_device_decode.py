@@ -27,7 +27,7 @@ from weightyard.loader.decoding_ring import DecodingRing
 from weightyard.loader.load import plan
 from weightyard.loader.merging import put
 from weightyard.loader.stored import StoreOrigin
-from weightyard.loader.undecoded import Differences, Lying, Undecoded
+from weightyard.loader.undecoded import Differences, Undecoded, UndecodedRun
 from weightyard.names import BlockId
 from weightyard.yard import Yard
 
@@ -215,8 +215,8 @@ def test_a_block_read_again_in_another_form_is_put_in_that_form() -> None:
     told(Codec.PLANES_BF16, range(1, 4))
     told(None, range(3, 4))
     assert list(undecoded.lying()) == [
-        Lying(Codec.PLANES_BF16, 0, 2 * CHUNK_BYTES),
-        Lying(None, 2 * CHUNK_BYTES, CHUNK_BYTES),
+        UndecodedRun(Codec.PLANES_BF16, 0, 2 * CHUNK_BYTES),
+        UndecodedRun(None, 2 * CHUNK_BYTES, CHUNK_BYTES),
     ]
 
 

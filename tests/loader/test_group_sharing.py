@@ -13,7 +13,7 @@ from weightyard.format.block import CHUNK_BYTES, MIB
 from weightyard.format.manifest import BlockEntry
 from weightyard.loader.sharing import (
     ROUND_BYTES,
-    Lying,
+    PackReplicas,
     Portion,
     Split,
     Wants,
@@ -25,8 +25,8 @@ from weightyard.loader.sharing import (
 from weightyard.storage.store import Replica
 from weightyard.transfer.replicas import Place
 
-NEAR_A = Lying("pack-a", (Replica("a:1", "a", "/rack-a"),))
-NEAR_B = Lying("pack-b", (Replica("b:1", "b", "/rack-b"),))
+NEAR_A = PackReplicas("pack-a", (Replica("a:1", "a", "/rack-a"),))
+NEAR_B = PackReplicas("pack-b", (Replica("b:1", "b", "/rack-b"),))
 
 
 def blocks(count: int, raw_bytes: int = 16 * MIB) -> list[BlockEntry]:

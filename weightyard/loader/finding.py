@@ -15,7 +15,7 @@ from weightyard.format.block import Encoding
 from weightyard.format.pack import Placement
 from weightyard.loader.origin import Origin
 from weightyard.loader.peers import Ranks
-from weightyard.loader.sharing import Lying, Wants, wanted_by_any
+from weightyard.loader.sharing import PackReplicas, Wants, wanted_by_any
 from weightyard.loader.stored import StoreOrigin
 from weightyard.names import BlockId, PackId
 from weightyard.storage import layout
@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 class Found:
     """Where things are, the same on all ranks."""
 
-    lying: Mapping[int, Lying]
+    lying: Mapping[int, PackReplicas]
     """By the number of a block, as far as that is to be had: reading will tell of what is not."""
     places: Sequence[Place]
     """Of the ranks."""
@@ -83,7 +83,7 @@ def find(ranks: Ranks, origin: Origin, wants: Sequence[Wants], deadline: Deadlin
     places = ranks.tell(lambda: msgspec.msgpack.encode(_place(origin, everywhere)), "locating")
     return Found(
         {
-            block: Lying(pack, replicas.get(layout.pack(PackId(pack)).text, ()))
+            block: PackReplicas(pack, replicas.get(layout.pack(PackId(pack)).text, ()))
             for one in looked
             for block, pack in one.packs.items()
         },

@@ -58,7 +58,7 @@ class Chunks:
         return self.placement.encoding.raw_span(self.first, self.last)[1]
 
 
-def chunks_of(
+def raw_chunks_of(
     plan: TensorPlan,
     blocks: Sequence[BlockEntry],
     placements: Mapping[BlockId, Sequence[Placement]],

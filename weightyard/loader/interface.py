@@ -157,15 +157,15 @@ class Loads(ABC):
         from weightyard.loader.load import load
 
         asked = Asked(
-            files,
-            tensors,
-            slices,
-            dtype,
-            verify,
-            Deadline.after(timeout),
-            progress,
-            device_decode,
-            Budget(max_host_bytes, max_device_extra_bytes),
+            files=files,
+            tensors=tensors,
+            slices=slices,
+            dtype=dtype,
+            verify=verify,
+            deadline=Deadline.after(timeout),
+            progress=progress,
+            device_decode=device_decode,
+            budget=Budget(max_host_bytes, max_device_extra_bytes),
         )
         tally = Tally(self.on_event)
         if group is None:
@@ -227,15 +227,14 @@ class Loads(ABC):
         from weightyard.loader.into import load_into
 
         asked = Asked(
-            files,
-            tensors,
-            None,
-            dtype,
-            verify,
-            Deadline.after(timeout),
-            progress,
-            device_decode,
-            Budget(max_host_bytes, max_device_extra_bytes),
+            files=files,
+            tensors=tensors,
+            dtype=dtype,
+            verify=verify,
+            deadline=Deadline.after(timeout),
+            progress=progress,
+            device_decode=device_decode,
+            budget=Budget(max_host_bytes, max_device_extra_bytes),
         )
         tally = Tally(self.on_event)
         with tally.watched(ref):
@@ -271,15 +270,15 @@ class Loads(ABC):
         from weightyard.loader.load import stream
 
         asked = Asked(
-            files,
-            tensors,
-            slices,
-            dtype,
-            verify,
-            Deadline.after(timeout),
-            progress,
-            device_decode,
-            Budget(max_host_bytes, max_device_extra_bytes),
+            files=files,
+            tensors=tensors,
+            slices=slices,
+            dtype=dtype,
+            verify=verify,
+            deadline=Deadline.after(timeout),
+            progress=progress,
+            device_decode=device_decode,
+            budget=Budget(max_host_bytes, max_device_extra_bytes),
         )
         tally = Tally(self.on_event)
         with tally.watched(ref):

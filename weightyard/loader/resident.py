@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Lying:
+class ResidentBlock:
     """A block that a resident tensor holds, and where."""
 
     name: str
@@ -120,9 +120,9 @@ class Resident:
             return names
         return [name for slot in self.slots(names) for name in slot.names]
 
-    def lying(self, now: Holds) -> dict[BlockId, Lying]:
+    def lying(self, now: Holds) -> dict[BlockId, ResidentBlock]:
         """Where blocks lie in the memory of tensors, those that begin there."""
-        found: dict[BlockId, Lying] = {}
+        found: dict[BlockId, ResidentBlock] = {}
         for name, content in now.items():
             slot = self._by_name.get(name)
             if slot is None or content is None or not slot.local.is_contiguous():
@@ -130,10 +130,10 @@ class Resident:
             if slot.local.dtype == torch_dtype(content.dtype):
                 for piece in content.pieces:
                     if not piece.offset:
-                        found[piece.block] = Lying(name, piece.into, piece.length)
+                        found[piece.block] = ResidentBlock(name, piece.into, piece.length)
         return found
 
-    def bytes_of(self, lying: Lying) -> torch.Tensor:
+    def bytes_of(self, lying: ResidentBlock) -> torch.Tensor:
         """The bytes of a block where they lie."""
         return raw_bytes(self._by_name[lying.name].local)[lying.start :][: lying.length]
 

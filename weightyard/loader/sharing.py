@@ -35,7 +35,7 @@ Wants: TypeAlias = Mapping[int, Sequence[tuple[int, int]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Lying:
+class PackReplicas:
     """Where a block lies."""
 
     pack: str = ""
@@ -125,7 +125,7 @@ def wanted_by_any(wants: Iterable[Wants]) -> Wants:
 def split_reads(
     wants: Sequence[Wants],
     blocks: Sequence[BlockEntry],
-    lying: Mapping[int, Lying],
+    lying: Mapping[int, PackReplicas],
     places: Sequence[Place],
     *,
     whole: bool = False,
@@ -197,7 +197,7 @@ def _pieces(wants: Sequence[Wants], blocks: Sequence[BlockEntry]) -> Iterator[_P
 
 
 def _joined(
-    pieces: Iterable[_Piece], lying: Mapping[int, Lying], longest: int, whole: bool
+    pieces: Iterable[_Piece], lying: Mapping[int, PackReplicas], longest: int, whole: bool
 ) -> Iterator[Portion]:
     """Portions of at most so many bytes, each of one pack; for now the first wanting rank reads."""
     members: list[Extent] = []
@@ -255,4 +255,4 @@ def offsets(portion: Portion) -> list[int]:
     return [*accumulate((extent.length for extent in portion.extents), initial=0)][:-1]
 
 
-_NOWHERE = Lying()
+_NOWHERE = PackReplicas()

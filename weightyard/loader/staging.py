@@ -25,7 +25,7 @@ from weightyard.loader.filling import Filled, Read, fill
 from weightyard.loader.folding import fold_where_it_lies
 from weightyard.loader.plan import PICK_BYTES, Pick
 from weightyard.loader.proving import read_proved
-from weightyard.loader.resident import Lying, Resident, raw_bytes
+from weightyard.loader.resident import Resident, ResidentBlock, raw_bytes
 from weightyard.loader.state import torch_dtype
 from weightyard.loader.stored import Foreseen
 from weightyard.loader.undecoded import Differences
@@ -190,7 +190,7 @@ class _Delta:
 
     placement: Placement
     base: BlockId
-    lying: Lying
+    lying: ResidentBlock
 
     @property
     def stored_bytes(self) -> int:
@@ -204,7 +204,7 @@ class _Bringing:
         self,
         stage: Stage,
         resident: Resident,
-        lying: Mapping[BlockId, Lying],
+        lying: Mapping[BlockId, ResidentBlock],
         sizes: Mapping[BlockId, int],
         cancel: Cancel,
     ) -> None:
@@ -334,7 +334,7 @@ class _Bringing:
         sound = self._sound({delta.base: delta.lying for delta in best.values()})
         return {block: delta for block, delta in best.items() if delta.base in sound}
 
-    def _sound(self, bases: Mapping[BlockId, Lying]) -> set[BlockId]:
+    def _sound(self, bases: Mapping[BlockId, ResidentBlock]) -> set[BlockId]:
         """Those bases whose bytes are still what they were."""
         sound: set[BlockId] = set()
         if not bases:

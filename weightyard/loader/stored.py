@@ -23,7 +23,7 @@ from weightyard.loader.converting import converted, widening
 from weightyard.loader.decoding_ring import DecodingRing
 from weightyard.loader.delivering import deliver, wait_for
 from weightyard.loader.filling import Filled, Read, fill
-from weightyard.loader.in_packs import checked, chunks_of
+from weightyard.loader.in_packs import checked, raw_chunks_of
 from weightyard.loader.leases import held
 from weightyard.loader.loaded import Loaded
 from weightyard.loader.origin import Destination, Origin
@@ -115,7 +115,7 @@ class StoreOrigin(Origin):
             placements = self.foreseen([block.id for block in blocks], asked)
             copied = converted_for(plans, asked, to) | _targets(plans, to).keys()
             lying = [
-                (plan, chunks_of(plan, self.manifest.blocks, placements.known))
+                (plan, raw_chunks_of(plan, self.manifest.blocks, placements.known))
                 for number, plan in enumerate(plans)
                 if number not in copied
             ]

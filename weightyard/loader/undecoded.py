@@ -17,7 +17,7 @@ from weightyard.transfer.plan import Wanted, standalone
 
 
 @dataclass(frozen=True, slots=True)
-class Lying:
+class UndecodedRun:
     """How a run of bytes lies in memory: as planes of a codec, or as it is."""
 
     codec: Codec | None
@@ -40,9 +40,9 @@ class Undecoded:
         told = partial(self._note, piece)
         return Wanted(piece.block, piece.offset, self.memory[piece.into : piece.end], told)
 
-    def lying(self) -> Iterator[Lying]:
+    def lying(self) -> Iterator[UndecodedRun]:
         """All of it in order, what lies alike and side by side as one."""
-        last: Lying | None = None
+        last: UndecodedRun | None = None
         for piece in self.pieces:
             for one in self._chunks(piece):
                 # Planes are joined only behind whole chunks: that is how they are taken apart.
@@ -56,13 +56,13 @@ class Undecoded:
         if last is not None:
             yield last
 
-    def _chunks(self, piece: Piece) -> Iterator[Lying]:
+    def _chunks(self, piece: Piece) -> Iterator[UndecodedRun]:
         at, end = piece.offset, piece.offset + piece.length
         while at < end:
             chunk = at // CHUNK_BYTES
             until = min(end, (chunk + 1) * CHUNK_BYTES)
             codec = self._codecs.get((piece, chunk))
-            yield Lying(codec, piece.into + at - piece.offset, until - at)
+            yield UndecodedRun(codec, piece.into + at - piece.offset, until - at)
             at = until
 
     def _note(self, piece: Piece, codec: Codec | None, chunks: range) -> None:
