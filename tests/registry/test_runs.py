@@ -289,6 +289,16 @@ def test_a_run_that_was_removed_stops_its_coordinator_and_never_goes_back(
     assert one.begin_generation(RUN).generation == 2
 
 
+def test_who_finds_no_run_takes_over_one_that_was_removed(one: Registry) -> None:
+    one.remove_model(RUN)
+    with pytest.raises(RunTakenOver) as late:
+        one.begin_generation(RUN, expect=1)
+    assert late.value.current == 0
+    assert one.begin_generation(RUN, expect=0).generation == 2
+    with pytest.raises(RunTakenOver):
+        one.begin_generation(RUN, expect=0)
+
+
 def test_a_name_that_is_free_again_may_be_of_the_other_kind(
     one: Registry, store: LocalStore
 ) -> None:

@@ -33,12 +33,16 @@ def get(tx: Connection, name: ModelName) -> Run:
 
 def begin_generation(tx: Connection, name: ModelName, *, expect: int | None, who: str) -> Run:
     """Raises as `weightyard.transfer.catalogue.Catalogue.begin_generation`."""
+    # Locked before it is made anew: of two who find it removed, the second finds a run.
+    before = tx.execute(_row(name).with_for_update()).one_or_none()
     versions.ensure_model(tx, name, who, RUN)
     row = tx.execute(_row(name).with_for_update()).one()
     if row.kind != RUN:
         raise Conflict(f"{name} is a model, so no run can have its name: choose another")
-    if expect is not None and expect != row.generation:
-        raise RunTakenOver(str(name), expect, row.generation)
+    was_removed = before is not None and before.removed_ms is not None
+    current = 0 if was_removed else row.generation  # as `get` tells it; the row's goes on growing
+    if expect is not None and expect != current:
+        raise RunTakenOver(str(name), expect, current)
     began = {"generation": row.generation + 1}
     tx.execute(update(_m).where(_m.c.id == row.id).values(removed_ms=None, **began))
     record_event(tx, who, "run.generation", str(name), began)

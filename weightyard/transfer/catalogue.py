@@ -216,7 +216,8 @@ class Catalogue(Placements, Protocol):
         """Take a run over, one that is new included: its generation grows by one, from 0.
 
         From then on no commit of an older generation succeeds. With `expect` only if the run is at
-        that generation now, 0 for one that is new; of several who expect the same, one succeeds.
+        that generation now, 0 for one that is new or was removed; of several who expect the same,
+        one succeeds.
         Raises RunTakenOver, which has the current one; Conflict for a model that is no run.
         """
 
