@@ -31,7 +31,7 @@ from weightyard.errors import (
     StoreUnavailable,
     TooLarge,
 )
-from weightyard.names import Ref
+from weightyard.names import ModelName, Ref
 from weightyard.opening import open_yard
 from weightyard.records import KeepBest
 from weightyard.settings import Settings
@@ -290,6 +290,22 @@ def test_after_a_step_back_the_newest_checkpoint_counts_not_the_highest_step(yar
     train(yard, 6, interval=2)
     assert train(yard, 3, interval=3, load_step=2).resumed == 2
     assert train(yard, 4, interval=None).resumed == 3
+
+
+def test_a_run_that_was_removed_begins_anew(yard: Yard) -> None:
+    train(yard, 2, interval=2)
+    yard.delete(f"{RUN}@step-2")
+    yard.registry.remove_model(ModelName.parse(RUN))
+    assert train(yard, 3, interval=3).resumed is None
+    assert train(yard, 4, interval=None).resumed == 3
+
+
+def test_rules_of_an_earlier_job_take_no_checkpoint_of_one_that_keeps_all(yard: Yard) -> None:
+    train(yard, 4, interval=2, keep_latest_k=1)
+    assert steps_in(yard) == [4]
+    train(yard, 8, interval=2)
+    assert yard.catalogue.apply_retention(ModelName.parse(RUN)) == []
+    assert steps_in(yard) == [8, 6, 4]
 
 
 def test_a_checkpoint_that_lacks_something_says_what_to_do(yard: Yard) -> None:

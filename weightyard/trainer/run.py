@@ -103,7 +103,8 @@ class TrainRun(Closing):
 
         `interval`, `interval_s`: steps, and seconds, from one checkpoint to the next; None: not by
         these. `keep_latest_k`, `keep_every`, `keep_best`: which checkpoints stay, the newest ones,
-        steps that are multiples, the best by a metric (`KeepBest`); without any of them all stay.
+        steps that are multiples, the best by a metric (`KeepBest`); without any of them all stay,
+        whatever rules the run had when this job takes it over.
         `async_mode`: "async" saves in the background, from a copy in host memory; one that fails
         is raised by the `step` in which all ranks know it. `export_dtype`: published weights are
         cast to it. `load_step`: resume from this step instead of the newest.
@@ -309,7 +310,8 @@ class TrainRun(Closing):
         except NoSuchThing:
             current = 0
         taken = catalogue.begin_generation(self.name, expect=current)
-        if self._retention is not None:
+        if catalogue.model(self.name).retention != self._retention:
+            # Rules of an earlier job, too: gc would let go by them what this one keeps.
             catalogue.set_retention(self.name, self._retention)
         self._yard.settle()
         return taken.generation
