@@ -120,6 +120,17 @@ def test_a_training_goes_on_after_its_death_bit_for_bit(
     second.close()
 
 
+def test_a_checkpoint_has_the_metrics_of_its_own_step_only(yard: Yard, tmp_path: Path) -> None:
+    callback = YardCallback(yard, RUN, interval=2)
+    trainer(tmp_path, callback, eval_strategy="steps", eval_steps=4).train()
+    callback.close()
+    found = yard.versions(RUN)
+    assert [one.step for one in found] == [18, 16, 14, 12, 10, 8, 6, 4, 2]
+    evaluated = [one.step for one in found if "eval_loss" in one.metrics]
+    assert evaluated == [18, 16, 12, 8, 4]  # the last one at the end of the training
+    assert all("loss" in one.metrics for one in found)
+
+
 def dying(world: World, rank: int) -> list[int | None]:
     """The steps saved before a rank of two died."""
     as_torchrun(rank, 2)

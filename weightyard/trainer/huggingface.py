@@ -40,9 +40,10 @@ class YardCallback(TrainerCallback):
         trainer.train(resume_from_checkpoint=callback.checkpoint())
         callback.run.publish("team/bert", alias="candidate")
 
-    A step counts as done when the trainer has logged and evaluated: its metrics are those of the
-    checkpoint. The end of the training is saved, too. For one process or the ranks of DDP, which
-    all do the same; what FSDP shards the trainer resumes only from files of its own kind.
+    A step counts as done when the trainer has logged and evaluated: what it logged for this step
+    are the metrics of the checkpoint. The end of the training is saved, too. For one process or the
+    ranks of DDP, which all do the same; what FSDP shards the trainer resumes only from files of its
+    own kind.
     """
 
     def __init__(self, yard: Yard, run: str, **options: Any) -> None:
@@ -89,6 +90,7 @@ class YardCallback(TrainerCallback):
         self.close()
         optimizer = kwargs["optimizer"]
         self._state.trainer = state
+        self._metrics, self._is_counted = {}, True
         self.run = TrainRun(
             self._yard,
             self._name,
@@ -164,7 +166,8 @@ class YardCallback(TrainerCallback):
         """Say that a step is done, unless that was said."""
         if not self._is_counted and self.run is not None:
             self._is_counted = True
-            self.run.step(self._metrics)
+            metrics, self._metrics = self._metrics, {}  # the next step has its own
+            self.run.step(metrics)
 
     def _forget_folder(self) -> None:
         if self._folder is not None:
