@@ -128,3 +128,34 @@ def test_a_key_of_an_optimizers_state_that_would_come_back_as_another_is_refused
             run.step()
     with pytest.raises(Refused, match=rf"optim\.state\.weight: .*{key!r}"):
         TrainRun(yard, RUN, {"model": net, "optim": optimizer})
+
+
+def test_a_first_group_without_parameters_is_no_hindrance(yard: Yard) -> None:
+    def made() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(1)
+        net = nn.Linear(4, 4)
+        groups = [{"params": []}, {"params": list(net.parameters()), "lr": 0.5}]
+        return net, torch.optim.AdamW(groups)
+
+    net, optimizer = made()
+    with TrainRun(yard, RUN, {"model": net, "optim": optimizer}, interval=1) as run:
+        net(torch.ones(4)).sum().backward()
+        optimizer.step()
+        run.step()
+    again, fresh = made()
+    fresh.param_groups[1]["lr"] = 0.1
+    with TrainRun(yard, RUN, {"model": again, "optim": fresh}) as run:
+        assert run.resume() == 1
+    assert [len(group["params"]) for group in fresh.param_groups] == [0, 2]
+    assert fresh.param_groups[1]["lr"] == 0.5
+    assert torch.equal(fresh.state[again.weight]["exp_avg"], optimizer.state[net.weight]["exp_avg"])
+
+
+def test_several_groups_without_parameters_are_refused_when_the_run_is_made(yard: Yard) -> None:
+    net = nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(
+        [{"params": []}, *({"params": [one]} for one in net.parameters())]
+    )
+    optimizer.add_param_group({"params": []})
+    with pytest.raises(Refused, match="optim: 2 of its groups have no parameters"):
+        TrainRun(yard, RUN, {"model": net, "optim": optimizer})

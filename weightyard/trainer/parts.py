@@ -191,10 +191,11 @@ def _unstepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
     The gradients would be zeros, but Adam counts the step. An empty entry is enough of a state.
     """
-    if optimizer.state:
+    parameters = (one for group in optimizer.param_groups for one in group["params"])
+    first = next(parameters, None)
+    if optimizer.state or first is None:
         yield
         return
-    first = optimizer.param_groups[0]["params"][0]
     optimizer.state[first] = {}
     try:
         yield
@@ -424,6 +425,9 @@ def _module_of(
     name: str, optimizer: torch.optim.Optimizer, modules: Collection[torch.nn.Module]
 ) -> torch.nn.Module:
     """The module whose parameters an optimizer has. Raises Refused."""
+    empty = sum(not group["params"] for group in optimizer.param_groups)
+    if empty > 1:  # nothing tells them apart, and torch does not load them
+        raise Refused(f"state {name}: {empty} of its groups have no parameters; one may have none")
     wanted = {id(one) for group in optimizer.param_groups for one in group["params"]}
     for module in modules:
         if wanted <= {id(parameter) for parameter in module.parameters()}:
