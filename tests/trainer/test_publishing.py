@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sqlalchemy import update
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -19,7 +20,9 @@ from weightyard.errors import BadSetting, DoesNotFit, NoSuchThing
 from weightyard.format.splitting import SMALL_BYTES
 from weightyard.names import ModelName
 from weightyard.opening import open_yard
+from weightyard.registry import schema
 from weightyard.registry.collect import GcOptions
+from weightyard.registry.schema import Dedup
 from weightyard.settings import Settings
 from weightyard.trainer.publishing import Published
 from weightyard.trainer.run import TrainRun
@@ -150,6 +153,28 @@ def test_names_can_be_changed_and_left_out(yard: Yard) -> None:
         published(yard, Mixed(), rename=lambda name: None)
     with pytest.raises(BadSetting, match="no module"):
         published(yard, Mixed(), model="other")
+
+
+def test_what_a_version_cannot_have_is_refused_by_its_name(yard: Yard) -> None:
+    with pytest.raises(BadSetting, match="message"):
+        published(yard, Mixed(), message="x" * 100_000)
+    assert yard.models() == []
+
+
+def test_into_a_project_that_keeps_its_own_content_it_is_written_again(yard: Yard) -> None:
+    apart = update(schema.registry).values(dedup=Dedup.PROJECT)
+    yard.registry.database.write(lambda tx: tx.execute(apart))
+    module = Mixed()
+    with TrainRun(yard, RUN, {"model": module}, interval=None) as run:
+        same = run.publish(BERT)
+        other = run.publish("others/bert")
+    assert same is not None
+    assert other is not None
+    assert (same.new_bytes, same.recoded_bytes) == (0, 0)
+    assert other.new_bytes == other.recoded_bytes > 0
+    assert is_same(yard, "others/bert", module.state_dict())
+    loaded = yard.load("others/bert")
+    assert loaded["head.weight"] is loaded["embed.weight"]
 
 
 def test_it_lives_on_when_its_checkpoint_is_gone(yard: Yard) -> None:

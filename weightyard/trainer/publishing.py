@@ -1,7 +1,8 @@
 """Publishing: a checkpoint's weights as a version of a model.
 
 Tensors that stay as they are become a new manifest over the blocks the checkpoint has: not a byte
-is copied. Those that get another dtype, or are cut anew into one box each, are read and written.
+is copied. Those that get another dtype, are cut anew into one box each, or go to another project of
+a yard that keeps content once in each, are read and written.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 from pydantic import Field
 from torch.distributed.tensor import DTensor
 
-from weightyard.errors import BlockMissing, DoesNotFit, NoSuchThing
+from weightyard.errors import DoesNotFit, NoSuchThing
 from weightyard.format.assembly import Share, joined, share_of
 from weightyard.format.block import MIB
 from weightyard.format.dtypes import DType, nbytes
@@ -144,12 +145,12 @@ def publish_checkpoint(
 ) -> Published:
     """Make the version. All of it is visible when this returns, or nothing.
 
-    Raises as a push does; BlockMissing if the checkpoint went meanwhile.
+    Raises as a push and a load do, of a checkpoint that went meanwhile too.
     """
     store = yard.store
     options = WriteOptions(min_replicas=least_replicas(store, None))
     with kept_alive(yard.catalogue.open_upload(model, publication)) as upload:
-        _claim_all(upload, manifest, export)
+        export = _claimable(upload, manifest, export)
         writer = Writer(store, upload, options)
         shares = [_kept_share(manifest, export)]
         recoded_bytes = 0
@@ -185,23 +186,29 @@ def publish_checkpoint(
     )
 
 
-def _claim_all(upload: Packing, manifest: Manifest, export: Export) -> None:
-    """Hold the blocks that are used as they are. Raises BlockMissing."""
-    numbers = {
-        extent.block
-        for entry in export.kept.values()
-        for box in entry.boxes
-        for extent in box.extents
-    }
-    wanted = [manifest.blocks[number].id for number in sorted(numbers)]
+def _claimable(upload: Packing, manifest: Manifest, export: Export) -> Export:
+    """Hold the blocks that are used as they are.
+
+    Tensors of others are written again: a yard may keep the content of each project apart, and
+    what is gone cannot be read either.
+    """
+    of_tensor = {name: sorted(_blocks_of(entry)) for name, entry in export.kept.items()}
+    wanted = sorted({number for numbers in of_tensor.values() for number in numbers})
+    missing: set[int] = set()
     for start in range(0, len(wanted), _CLAIM_BLOCKS):
         batch = wanted[start : start + _CLAIM_BLOCKS]
-        held = upload.claim(batch)
-        if missing := [block for block in batch if block not in held]:
-            raise BlockMissing(
-                f"block {missing[0]} and {len(missing) - 1} more of the checkpoint are gone: "
-                "publish a newer one"
-            )
+        held = upload.claim([manifest.blocks[number].id for number in batch])
+        missing.update(number for number in batch if manifest.blocks[number].id not in held)
+    lost = {name for name, numbers in of_tensor.items() if not missing.isdisjoint(numbers)}
+    return Export(
+        {name: entry for name, entry in export.kept.items() if name not in lost},
+        {**export.recoded, **{name: export.kept[name] for name in lost}},
+        export.tied,
+    )
+
+
+def _blocks_of(entry: TensorEntry) -> set[int]:
+    return {extent.block for box in entry.boxes for extent in box.extents}
 
 
 def _kept_share(manifest: Manifest, export: Export) -> Share:
