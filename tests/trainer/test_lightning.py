@@ -234,6 +234,20 @@ def test_what_is_saved_under_a_path_again_takes_the_place_of_what_was_there(yard
     assert [io.load_checkpoint(f"{step}.ckpt")["global_step"] for step in (1, 2, 3)] == [1, 2, 3]
 
 
+def test_a_checkpoint_is_found_by_its_path_as_soon_as_it_is_there(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever a kill leaves undone after the commit."""
+
+    def killed(*args: object) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr(yard.catalogue, "annotate", killed)
+    io = YardCheckpointIO(yard, RUN)
+    io.save_checkpoint({"global_step": 1}, "last.ckpt")
+    assert YardCheckpointIO(yard, RUN).load_checkpoint("last.ckpt")["global_step"] == 1
+
+
 def test_a_checkpoint_that_an_alias_holds_stays_but_not_under_its_path(yard: Yard) -> None:
     io = YardCheckpointIO(yard, RUN)
     io.save_checkpoint({"global_step": 1}, "last.ckpt")
@@ -267,11 +281,13 @@ def test_what_cannot_be_saved_is_refused_by_its_key(yard: Yard) -> None:
 
 
 def test_a_job_from_before_can_save_no_more(yard: Yard) -> None:
-    before, after = YardCheckpointIO(yard, RUN), YardCheckpointIO(yard, RUN)
+    before, idle = YardCheckpointIO(yard, RUN), YardCheckpointIO(yard, RUN)
     before.save_checkpoint({"global_step": 1}, "a.ckpt")
+    after = YardCheckpointIO(yard, RUN)
     after.save_checkpoint({"global_step": 2}, "b.ckpt")
-    with pytest.raises(RunTakenOver):
-        before.save_checkpoint({"global_step": 3}, "c.ckpt")
+    for late in (before, idle):
+        with pytest.raises(RunTakenOver):
+            late.save_checkpoint({"global_step": 3}, "c.ckpt")
     assert [one.step for one in yard.versions(RUN)] == [2, 1]
 
 

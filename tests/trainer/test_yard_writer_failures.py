@@ -146,14 +146,29 @@ def test_a_rank_killed_while_it_writes_leaves_nothing_visible(world: World, vict
 
 
 def test_a_coordinator_of_before_a_takeover_cannot_save(yard: Yard) -> None:
-    with YardWriter(yard, RUN) as old, YardWriter(yard, RUN) as new:
+    with YardWriter(yard, RUN) as old:
         save(old, 1)
+    with YardWriter(yard, RUN, generation=old.generation) as old, YardWriter(yard, RUN) as new:
         save(new, 2)
         refused = attempt(lambda: save(old, 3))
         assert refused.failures == {0: "RunTakenOver"}
         save(new, 4)
         assert (old.generation, new.generation) == (1, 2)
     assert [one.step for one in yard.versions(RUN)] == [4, 2, 1]
+
+
+def test_a_coordinator_that_had_not_saved_before_a_takeover_does_not_take_the_run_back(
+    yard: Yard,
+) -> None:
+    with YardWriter(yard, RUN) as old:
+        with YardWriter(yard, RUN) as new:
+            save(new, 2)
+            assert attempt(lambda: save(old, 1)).failures == {0: "RunTakenOver"}
+            save(new, 4)
+        with YardWriter(yard, RUN) as newer:
+            save(newer, 5)
+            assert newer.generation == 2
+    assert [one.step for one in yard.versions(RUN)] == [5, 4, 2]
 
 
 def test_a_takeover_during_the_last_write_prevents_the_commit(yard: Yard) -> None:

@@ -38,8 +38,8 @@ class YardCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
     For strategies that have Lightning save whole state dicts: one device, DDP. Its first rank saves
     for all, and each one loads for itself. The first save takes the run over: a job from before can
-    save no more. Lightning shows what is to be saved when it saves, not before: that is when what
-    cannot be saved is refused.
+    save no more, nor can one that was there before and had not saved yet. Lightning shows what is
+    to be saved when it saves, not before: that is when what cannot be saved is refused.
 
         io = YardCheckpointIO(yard, "team/run42")
         trainer = Trainer(plugins=[io], …)
@@ -69,11 +69,10 @@ class YardCheckpointIO(CheckpointIO):  # type: ignore[misc]
         others = {key: value for key, value in checkpoint.items() if key != _LIGHTNINGS_WEIGHTS}
         weights = checkpoint.get(_LIGHTNINGS_WEIGHTS, {})
         step = checkpoint.get("global_step", 0)
+        self._writer.tags = {_PATH_TAG: str(path)}
         save_values(self._writer, step, {_WEIGHTS: weights, _OTHERS: others})
         made = self._writer.version
         assert made is not None  # this process alone has made it
-        self._yard.catalogue.annotate(Ref.parse(made.ref), {"tags": {_PATH_TAG: str(path)}})
-        self._yard.settle()
         for older in self._saved_under(str(path)):
             if older.number < made.number:
                 self._let_go(older, "Lightning saved another under its path")

@@ -17,7 +17,7 @@ from weightyard.closing import Closing
 from weightyard.errors import BadSetting, Damaged, NoSuchThing, YardError
 from weightyard.logs import Log
 from weightyard.names import AliasName, ModelName, Ref, Step
-from weightyard.records import KeepBest, Publication, Retention, Version
+from weightyard.records import KeepBest, Retention, Version
 from weightyard.trainer import rng
 from weightyard.trainer.job import Job
 from weightyard.trainer.packing import Items, Room
@@ -43,8 +43,9 @@ from weightyard.trainer.publishing import (
 )
 from weightyard.trainer.reader import YardReader
 from weightyard.trainer.saving import Leaving, Save, Saver, Schedule, plain_errors, quiet_alone
-from weightyard.trainer.writer import YardWriter
+from weightyard.trainer.writer import YardWriter, current_generation
 from weightyard.transfer.catalogue import Catalogue
+from weightyard.transfer.publish import checked_publication
 
 if TYPE_CHECKING:
     from weightyard.yard import Yard
@@ -135,7 +136,8 @@ class TrainRun(Closing):
         with ExitStack() as opened:
             opened.callback(self.job.close)
             self.job.each(lambda: self._look_at(state), "looking at the state")
-            self._writer = YardWriter(yard, name, **writing)
+            # Of no generation yet: `_begin` says which.
+            self._writer = YardWriter(yard, name, generation=0, **writing)
             opened.pop_all()
         in_background = async_mode == "async"
         self._saver = Saver(self._writer, self.job, self._let_go, in_background=in_background)
@@ -240,11 +242,13 @@ class TrainRun(Closing):
             consolidate=consolidate,
             ties=ties_of(part.items()),
         )
-        publication = Publication(
-            message=message,
-            alias=AliasName(alias).text if alias is not None else None,
-            metrics=_finite(metrics) if metrics is not None else checkpoint.metrics,
-            tags={"run": str(self.name), "step": str(checkpoint.step), **(tags or {})},
+        publication = checked_publication(
+            {
+                "message": message,
+                "alias": AliasName(alias).text if alias is not None else None,
+                "metrics": _finite(metrics) if metrics is not None else checkpoint.metrics,
+                "tags": {"run": str(self.name), "step": str(checkpoint.step), **(tags or {})},
+            }
         )
         return publish_checkpoint(
             self._yard,
@@ -305,10 +309,7 @@ class TrainRun(Closing):
 
     def _take_over(self) -> int:
         catalogue = self._yard.catalogue
-        try:
-            current = catalogue.run(self.name).generation
-        except NoSuchThing:
-            current = 0
+        current = current_generation(catalogue, self.name)
         taken = catalogue.begin_generation(self.name, expect=current)
         if catalogue.model(self.name).retention != self._retention:
             # Rules of an earlier job, too: gc would let go by them what this one keeps.

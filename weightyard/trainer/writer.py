@@ -22,6 +22,7 @@ from weightyard.errors import (
     Bug,
     Conflict,
     InvalidName,
+    NoSuchThing,
     Refused,
     Retryable,
     StoreUnavailable,
@@ -138,7 +139,8 @@ class YardWriter(StorageWriter, Closing):
         compress: bool = True,
         threads: int | None = None,
     ) -> None:
-        """`generation`: the run's that this job took over; else the first save takes it over.
+        """`generation`: the run's that this job took over; else the first save takes it over, if
+        nobody else did since this was made.
 
         What changed is stored as a delta of the last anchor, which this rank keeps at hand up to
         `anchors_bytes`, in memory or in `anchors_folder`; every `anchor_every` saves there is a
@@ -153,8 +155,11 @@ class YardWriter(StorageWriter, Closing):
         self.run = ModelName.parse(run)
         self.generation = generation
         """The run's generation under which this writes; None until the first save."""
+        # A coordinator of before a re-election must not take the run back by its first save.
+        self._found = 0 if generation is not None else current_generation(yard.catalogue, self.run)
         self.metrics = dict(metrics or {})
-        """Those of the checkpoints to come."""
+        """Those of the checkpoints to come, as are the tags."""
+        self.tags: dict[str, str] = {}
         self.version: Version | None = None
         """The last checkpoint committed; only the coordinator knows."""
         self._replication, self._policy = replication, policy
@@ -226,10 +231,12 @@ class YardWriter(StorageWriter, Closing):
         with self._own_save() as save:
             known = self._known_plans(plans)
             if self.generation is None:
-                self.generation = catalogue.begin_generation(self.run).generation
+                taken = catalogue.begin_generation(self.run, expect=self._found)
+                self.generation = taken.generation
             save.publication = checked_publication(
                 {
                     "metrics": dict(self.metrics),
+                    "tags": dict(self.tags),
                     "replication": self._replication,
                     "policy": self._policy,
                     "checkpoint": Checkpoint(
@@ -472,6 +479,14 @@ def _store_of(yard: SavingYard) -> Store:
             f"{why}. A service is no way for checkpoints: each rank writes them to the store "
             "itself. Run where the store can be reached, or mend what keeps this host from it"
         ) from why
+
+
+def current_generation(catalogue: Catalogue, run: ModelName) -> int:
+    """That of a run; 0 if there is none."""
+    try:
+        return catalogue.run(run).generation
+    except NoSuchThing:
+        return 0
 
 
 def _share_of_cores() -> int:
