@@ -87,7 +87,7 @@ def test_values_have_room_for_what_the_host_has_together(
     """As the adapters load them."""
     name = "ranks.0.rng"
     assert load_values(yard, f"{RUN}@step-1", name)[name]["torch"].numel() > 1000
-    monkeypatch.setattr(packing, "host_bytes", lambda: 10_000)  # less than all generators need
+    monkeypatch.setattr(packing, "share_of_memory", lambda: 10_000)  # less than all generators need
     with pytest.raises(TooLarge, match="10000 bytes in all"):
         load_values(yard, f"{RUN}@step-1", name)
     monkeypatch.undo()

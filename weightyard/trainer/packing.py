@@ -9,7 +9,6 @@ one item: a tuple, which torch leaves whole, of the value without its tensors an
 
 from __future__ import annotations
 
-import os
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -18,6 +17,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from weightyard.errors import Damaged, Refused, TooLarge
+from weightyard.trainer.host import share_of_memory
 from weightyard.trainer.state import MAX_DEPTH, PathKey, check_object
 
 Items: TypeAlias = dict[str, Any]
@@ -31,8 +31,8 @@ class Room:
     """
 
     def __init__(self, limit: int | None = None) -> None:
-        """`limit`: in bytes; else what the host has."""
-        self._limit = self._left = host_bytes() if limit is None else limit
+        """`limit`: in bytes; else this rank's share of the host's memory."""
+        self._limit = self._left = share_of_memory() if limit is None else limit
 
     def take(self, fqn: str, size: int) -> None:
         """Raises TooLarge."""
@@ -42,11 +42,6 @@ class Room:
                 f"are here may have {self._limit} bytes in all, and {self._left} are left"
             )
         self._left -= size
-
-
-def host_bytes() -> int:
-    """The host's memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def pack(name: str, value: object) -> Items:

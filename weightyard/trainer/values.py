@@ -40,7 +40,7 @@ def load_values(
     `group`: its ranks all call this, and each byte is read once for them; else this process reads
     for itself alone.
     Raises NoSuchThing, also for a name it does not have; TooLarge for what claims more memory than
-    the host has; Damaged, Retryable.
+    this rank may have; Damaged, Retryable.
     """
     is_alone = group is None
     reader = YardReader(yard, ref, process_group=group, no_dist=is_alone)

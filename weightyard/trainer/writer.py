@@ -42,6 +42,7 @@ from weightyard.storage.store import Store
 from weightyard.trainer import state as states
 from weightyard.trainer.anchors import ANCHOR_BYTES, ANCHOR_EVERY, Anchors
 from weightyard.trainer.cutting import boxes_of, cut, manifest_of_shares, shares_by_box
+from weightyard.trainer.host import share_of_cores
 from weightyard.trainer.state import STATE_FILE, State
 from weightyard.transfer.alive import kept_alive
 from weightyard.transfer.catalogue import Catalogue, Upload
@@ -169,7 +170,7 @@ class YardWriter(StorageWriter, Closing):
             min_replicas=least_replicas(self._store, replication),
             compress=compress,
             delta=delta,
-            threads=threads or _share_of_cores(),
+            threads=threads or share_of_cores(),
         )
         self._anchors = Anchors(
             Reader(self._store, yard.catalogue),
@@ -487,12 +488,6 @@ def current_generation(catalogue: Catalogue, run: ModelName) -> int:
         return catalogue.run(run).generation
     except NoSuchThing:
         return 0
-
-
-def _share_of_cores() -> int:
-    """The host's cores, divided among the ranks that torchrun has started on it."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    return max(1, (os.cpu_count() or 1) // max(1, int(ranks) if ranks.isdecimal() else 1))
 
 
 def _step_of(checkpoint_id: CheckpointId, run: ModelName | None) -> Step:
