@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
+    PostLocalSGDState,
+    post_localSGD_hook,
+)
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
-from trainer_world import World, run_ranks
+from trainer_world import Outcome, World, attempt, run_ranks
 from training import RUN, Trained, as_bytes, setting, steps_of
 
 from weightyard.trainer.run import TrainRun
@@ -97,9 +102,54 @@ def resumed_with_a_hook(world: World, rank: int, has_hook: bool) -> int | None:
 def test_a_checkpoint_of_a_training_without_the_hook_or_with_one_is_resumed(
     tmp_path: Path, had_hook: bool
 ) -> None:
-    from functools import partial
-
     world = World(tmp_path, str(tmp_path / "store"))
     for has_hook, expected in ((had_hook, None), (not had_hook, 1)):
         came = run_ranks(world, partial(resumed_with_a_hook, has_hook=has_hook), size=1)
         assert came == {0: expected}
+
+
+def unsent_after_a_resume(world: World, rank: int, until: int) -> tuple[int, int]:
+    """How much a hook remembers after a resume, and after some steps."""
+    with world.yard(rank) as yard:
+        made = setting(hidden=64)
+        hook = PowerSGDState(None, matrix_approximation_rank=2, start_powerSGD_iter=2)
+        assert isinstance(made.net, DistributedDataParallel)
+        made.net.register_comm_hook(hook, powerSGD_hook)
+        with TrainRun(yard, RUN, made.state, interval=4) as run:
+            run.resume()
+            found = len(hook.error_dict)
+            list(steps_of(made, run, until))
+        return found, len(hook.error_dict)
+
+
+def test_no_rank_of_another_number_takes_over_what_was_not_sent_yet(tmp_path: Path) -> None:
+    world = World(tmp_path, str(tmp_path / "store"))
+    begun = run_ranks(world, partial(unsent_after_a_resume, until=4), size=2)
+    (unsent,) = {left for _, left in begun.values()}
+    assert unsent > 0
+    same = run_ranks(world, partial(unsent_after_a_resume, until=4), size=2)
+    assert [found for found, _ in same.values()] == [unsent, unsent]
+    other = run_ranks(world, partial(unsent_after_a_resume, until=4), size=1)
+    assert [found for found, _ in other.values()] == [0]
+
+
+def resumed_with_another_kind(world: World, rank: int) -> Outcome:
+    with world.yard(rank) as yard:
+        made = setting(hidden=64)
+        assert isinstance(made.net, DistributedDataParallel)
+        hook = PostLocalSGDState(None, dist.group.WORLD, start_localSGD_iter=6)
+        made.net.register_comm_hook(hook, post_localSGD_hook)
+        with TrainRun(yard, RUN, made.state, interval=1) as run:
+            list(steps_of(made, run, 1))
+        again = setting(hidden=64)
+        assert isinstance(again.net, DistributedDataParallel)
+        again.net.register_comm_hook(PowerSGDState(None), powerSGD_hook)
+        with TrainRun(yard, RUN, again.state) as run:
+            return attempt(run.resume)
+
+
+def test_a_hook_of_another_kind_under_the_same_name_is_refused_by_its_name(tmp_path: Path) -> None:
+    world = World(tmp_path, str(tmp_path / "store"))
+    (came,) = run_ranks(world, resumed_with_another_kind, size=1).values()
+    assert came.error == "DoesNotFit"
+    assert "exclude_from_loading=['model.hook']" in came.message

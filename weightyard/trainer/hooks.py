@@ -68,6 +68,10 @@ def hook_states(
                     _log.warning("hook.not_saved", module=path, state=type(state).__name__)
 
 
+class UnlikeHook(Exception):
+    """A state that a hook of another kind has saved."""
+
+
 class HookState:
     """Makes the state of a hook obey torch's Stateful. All ranks load it together."""
 
@@ -86,6 +90,9 @@ class HookState:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises UnlikeHook."""
+        if odd := state.keys() ^ self.state_dict().keys():
+            raise UnlikeHook(f"saved by another kind of hook, as {min(odd)} shows")
         order = state["order"]
         if self._module is not None and order is not None:
             arrange_buckets(self._module, order)

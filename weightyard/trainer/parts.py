@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,7 +32,8 @@ from weightyard.format.block import MIB
 from weightyard.loader.state import dtype_of
 from weightyard.logs import Log
 from weightyard.names import is_tensor_name
-from weightyard.trainer.hooks import HookState, hook_states, is_hook
+from weightyard.trainer import state as states
+from weightyard.trainer.hooks import HookState, UnlikeHook, hook_states, is_hook
 from weightyard.trainer.packing import Items, Room, pack, places, unpack
 from weightyard.trainer.rng import Rng
 from weightyard.trainer.state import State, encode
@@ -368,15 +369,27 @@ class HookPart(RankPart):
         """`was_found`: nobody named it, so nobody is told that a checkpoint has none."""
         super().__init__(name, value, rank, ranks)
         self._was_found = was_found
+        self._is_of_others = False
 
     def is_missing(self, metadata: Metadata) -> bool:
         """Whether it begins anew, since the checkpoint is of a training without it."""
         known = metadata.state_dict_metadata
         return self._was_found and self._loaded_from(metadata) not in known
 
+    def places(self, metadata: Metadata, room: Room) -> Items:
+        self._is_of_others = saved_ranks(metadata) != self._ranks
+        return super().places(metadata, room)
+
     def restore(self, items: Mapping[str, Any]) -> None:
-        super().restore(items)
-        if self._saved_as not in items:
+        try:
+            super().restore(items)
+        except UnlikeHook as why:
+            raise DoesNotFit(
+                f"{self.name}: {why}; to begin it anew give exclude_from_loading=[{self.name!r}]",
+                [self.name],
+                [],
+            ) from why
+        if self._is_of_others:
             self.value.forget_unsent()
 
 
@@ -438,8 +451,11 @@ def _module_of(
     )
 
 
-def check_items(items: Items) -> None:
-    """Refuse what could not be saved. Raises Refused, naming it; TooLarge."""
+def check_items(items: Items) -> tuple[int, int]:
+    """Refuse what could not be saved. Raises Refused, naming it; TooLarge.
+
+    How many bytes there are besides tensors, and how many of them are this rank's own.
+    """
     objects: Items = {}
     for fqn, value in items.items():
         if not is_tensor_name(fqn):
@@ -452,11 +468,27 @@ def check_items(items: Items) -> None:
         if value.is_meta:
             raise Refused(f"{fqn}: a tensor on the meta device has no values to save")
         dtype_of(fqn, value)
+    own = {fqn: value for fqn, value in objects.items() if fqn.startswith(f"{RANKS}.")}
     try:
-        encode(State(objects, {fqn: (fqn,) for fqn in items}))
+        whole = encode(State(objects, {fqn: (fqn,) for fqn in items}))
+        return len(whole), len(encode(State(own)))
     except TooLarge as why:
         largest = max(objects, key=lambda fqn: _encoded_bytes(fqn, objects[fqn]))
         raise TooLarge(f"{largest}: {why}") from why
+
+
+def check_together(of_ranks: Sequence[Sequence[int]]) -> None:
+    """Refuse what fits on each rank and not in one checkpoint; as each `check_items` said.
+
+    Raises TooLarge.
+    """
+    together = of_ranks[0][0] + sum(own for _, own in of_ranks[1:])
+    if together > states.MAX_STATE_BYTES:
+        raise TooLarge(
+            f"state besides tensors of {together} bytes on {len(of_ranks)} ranks together; at most "
+            f"{states.MAX_STATE_BYTES}: keep large things in tensors, most of all in what is "
+            "iterated over, of which each rank saves its own"
+        )
 
 
 def _encoded_bytes(fqn: str, value: object) -> float:
