@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from trainer_world import World, as_torchrun, run_ranks
+from training import packs, spoil
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 
 from weightyard.errors import NoSuchThing, Refused
@@ -129,6 +130,28 @@ def test_a_checkpoint_has_the_metrics_of_its_own_step_only(yard: Yard, tmp_path:
     evaluated = [one.step for one in found if "eval_loss" in one.metrics]
     assert evaluated == [18, 16, 12, 8, 4]  # the last one at the end of the training
     assert all("loss" in one.metrics for one in found)
+
+
+def test_a_training_goes_on_from_the_newest_checkpoint_that_can_be_read(
+    yard: Yard, tmp_path: Path
+) -> None:
+    first = YardCallback(yard, RUN, interval=4)
+    with pytest.raises(InterruptedError):
+        trainer(tmp_path, first, Dies(6)).train()
+    before = packs(yard)
+    second = YardCallback(yard, RUN, interval=4)
+    with pytest.raises(InterruptedError):
+        trainer(tmp_path, second, Dies(9)).train(resume_from_checkpoint=second.checkpoint())
+    for pack in packs(yard) - before:
+        spoil(pack)
+    third = YardCallback(yard, RUN, interval=None)
+    resumed = trainer(tmp_path, third)
+    folder = third.checkpoint()
+    assert folder is not None
+    assert json.loads(Path(folder, "trainer_state.json").read_text())["global_step"] == 4
+    resumed.train(resume_from_checkpoint=folder)
+    assert resumed.state.global_step == EPOCHS * STEPS_OF_EPOCH
+    third.close()
 
 
 def dying(world: World, rank: int) -> list[int | None]:

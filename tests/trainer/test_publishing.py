@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from trainer_world import World, run_ranks
-from training import RUN, as_bytes, setting, train
+from training import RUN, as_bytes, packs, setting, train
 
 from weightyard.errors import BadSetting, DoesNotFit, NoSuchThing
 from weightyard.format.splitting import SMALL_BYTES
@@ -66,10 +66,6 @@ def published(
         made = run.publish(name, **given)
         assert made is not None
         return made, packs(yard) - before
-
-
-def packs(yard: Yard) -> set[Path]:
-    return set(Path(yard.store.url.removeprefix("file://")).glob("packs/*/*"))
 
 
 def is_same(yard: Yard, ref: str, state: dict[str, torch.Tensor]) -> bool:

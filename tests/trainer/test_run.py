@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 from trainer_world import on_store
-from training import RUN, Numbered, as_bytes, setting, steps_of, train
+from training import RUN, Numbered, as_bytes, packs, setting, spoil, steps_of, train
 from waiting import SOON_S
 
 from weightyard.errors import (
@@ -330,6 +330,34 @@ def test_a_damaged_checkpoint_is_passed_over(yard: Yard) -> None:
         )
     )
     assert train(yard, 3, interval=None).resumed == 2
+
+
+@pytest.mark.parametrize("spoiled", [spoil, Path.unlink])
+def test_a_resume_goes_on_from_the_newest_checkpoint_that_can_be_read(
+    yard: Yard, caplog: pytest.LogCaptureFixture, spoiled: Callable[[Path], None]
+) -> None:
+    before: set[Path] = set()
+
+    def note(step: int, run: TrainRun) -> None:
+        before.update(packs(yard) if step == 3 else ())
+
+    whole = train(yard, 4, interval=2, on_step=note)
+    for pack in packs(yard) - before:
+        spoiled(pack)
+    with (
+        TrainRun(yard, RUN, setting().state, load_step=4) as run,
+        pytest.raises(Damaged),
+    ):
+        run.resume()  # what was asked for is not replaced
+    resumed = train(yard, 4, interval=None)
+    assert resumed.resumed == 2
+    assert resumed.losses == {step: whole.losses[step] for step in (3, 4)}
+    assert resumed.weights == whole.weights
+    assert "run.checkpoint_damaged" in caplog.text
+    for pack in before:
+        spoiled(pack)
+    with TrainRun(yard, RUN, setting().state) as run, pytest.raises(Damaged, match="newest 2 "):
+        run.resume()
 
 
 def test_checkpoints_are_let_go_by_number_by_step_and_by_metric(yard: Yard) -> None:

@@ -32,10 +32,11 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import StepLR
 from trainer_world import Outcome, World, attempt, run_ranks
-from training import RUN, SAMPLES, Trained, as_bytes, setting, steps_of, train
+from training import RUN, SAMPLES, Trained, as_bytes, packs, setting, spoil, steps_of, train
 from waiting import SOON_S
 
 from weightyard.errors import StoreUnavailable
+from weightyard.trainer import state as states
 from weightyard.trainer.hooks import HookState
 from weightyard.trainer.rng import derive
 from weightyard.trainer.run import TrainRun
@@ -253,6 +254,102 @@ def test_what_one_rank_cannot_save_is_refused_on_all(world: World) -> None:
     came = run_ranks(world, refused_on_one, size=2)
     assert (came[0].error, came[1].error) == ("RankFailed", "Refused")
     assert "extra" in came[0].message
+
+
+def passed_over(world: World, rank: int) -> tuple[Trained, Trained]:
+    before: set[Path] = set()
+
+    def note(step: int, run: TrainRun) -> None:
+        before.update(packs(yard) if step == 3 else ())
+
+    with world.yard(rank) as yard:
+        whole = train(yard, 4, interval=2, on_step=note)
+        dist.barrier()
+        if rank == 0:
+            largest = max(packs(yard) - before, key=lambda pack: pack.stat().st_size)
+            spoil(largest)
+        dist.barrier()
+        return whole, train(yard, 4, interval=None)
+
+
+def test_all_ranks_pass_over_a_checkpoint_that_one_of_them_cannot_read(world: World) -> None:
+    for whole, resumed in run_ranks(world, passed_over, size=2).values():
+        assert resumed.resumed == 2
+        assert resumed.losses == {step: whole.losses[step] for step in (3, 4)}
+        assert resumed.weights == whole.weights
+
+
+class Remembering:
+    """Each rank has a state of its own of it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.text)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"text": self.text}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.text = state["text"]
+
+
+def too_large_together(world: World, rank: int) -> Outcome:
+    states.MAX_STATE_BYTES = 60_000  # in this process, which ends with the test
+    with world.yard(rank) as yard:
+        state = {"model": nn.Linear(2, 2), "seen": Remembering("x" * 40_000)}
+        return attempt(lambda: TrainRun(yard, RUN, state).close())
+
+
+def test_what_the_ranks_keep_together_is_bounded_when_the_run_is_made(world: World) -> None:
+    assert run_ranks(world, too_large_together, size=1)[0].error == ""
+    for came in run_ranks(world, too_large_together, size=2).values():
+        assert came.error == "TooLarge"
+        assert "2 ranks" in came.message
+        assert "at most 60000" in came.message
+
+
+def made_on_one_only(world: World, rank: int) -> Outcome:
+    odd = {"no_such_option": 1} if rank == 1 else {}
+    with world.yard(rank) as yard:
+        return attempt(lambda: TrainRun(yard, RUN, {"model": nn.Linear(2, 2)}, **odd).close())
+
+
+def test_a_run_that_one_rank_cannot_make_no_rank_makes(world: World) -> None:
+    came = run_ranks(world, made_on_one_only, size=2)
+    assert came[0].error == "RankFailed"
+    assert "no_such_option" in came[1].message
+
+
+class Odd(torch.optim.SGD):
+    """Has a state in its first step that cannot be saved."""
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["odd"] = {1, 2}
+
+
+def odd_on_one(world: World, rank: int, interval: int | None) -> dict[int, Outcome]:
+    net = nn.Linear(2, 2)
+    optimizer = (Odd if rank == 1 else torch.optim.SGD)(net.parameters())
+    came: dict[int, Outcome] = {}
+    state = {"model": net, "optim": optimizer}
+    with world.yard(rank) as yard, TrainRun(yard, RUN, state, interval=interval) as run:
+        while not any(one.error for one in came.values()):
+            optimizer.step()
+            came[len(came) + 1] = attempt(run.step)
+    return came
+
+
+@pytest.mark.parametrize(("interval", "step"), [(None, 2), (1, 1)])
+def test_what_the_optimizer_of_one_rank_keeps_and_cannot_save_ends_the_same_step_on_all(
+    world: World, interval: int | None, step: int
+) -> None:
+    came = run_ranks(world, partial(odd_on_one, interval=interval), size=2)
+    assert [list(one)[-1] for one in came.values()] == [step, step]
+    assert (came[0][step].error, came[1][step].error) == ("RankFailed", "Refused")
+    assert "odd" in came[1][step].message
 
 
 def one_is_asked_to_leave(world: World, rank: int) -> tuple[Outcome, list[int | None]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,3 +146,16 @@ def train(
             on_step(step, run)
     trained.weights.update(as_bytes(made.net.state_dict()))
     return trained
+
+
+def packs(yard: Yard) -> set[Path]:
+    """Those of a yard in a folder."""
+    return set(Path(yard.store.url.removeprefix("file://")).glob("packs/*/*"))
+
+
+def spoil(pack: Path) -> None:
+    """Change bytes all over a pack."""
+    content = bytearray(pack.read_bytes())
+    content[64::97] = bytes(one ^ 0xFF for one in content[64::97])
+    pack.chmod(0o644)
+    pack.write_bytes(content)

@@ -22,8 +22,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from weightyard.errors import Damaged, Refused
 from weightyard.names import ModelName, Step
+from weightyard.trainer.job import Job
+from weightyard.trainer.resuming import checkpoints_to_resume, load_newest
 from weightyard.trainer.rng import Rng
-from weightyard.trainer.run import TrainRun, checkpoint_to_resume
+from weightyard.trainer.run import TrainRun
 from weightyard.trainer.values import load_values
 
 if TYPE_CHECKING:
@@ -66,21 +68,18 @@ class YardCallback(TrainerCallback):
         Raises NoSuchThing if something else made the checkpoint.
         """
         step = self._options.get("load_step")
-        ref = checkpoint_to_resume(
-            self._yard.catalogue, ModelName.parse(self._name), None if step is None else Step(step)
-        )
-        if ref is None:
-            return None
-        group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
-        saved = load_values(self._yard, ref, _TRAINER, group=group)[_TRAINER]
-        if not isinstance(saved, dict) or not isinstance(saved.get("json"), str):
-            raise Damaged(f"{ref}: its {_TRAINER} is not the state of a trainer")
-        self._forget_folder()
-        self._folder = tempfile.mkdtemp(prefix="weightyard-checkpoint-")
-        Path(self._folder, "trainer_state.json").write_text(saved["json"])
-        weights = self._yard.load(ref, tensors=f"{_MODEL}.*", group=group)
-        own = {name.removeprefix(f"{_MODEL}."): one for name, one in weights.items()}
-        save_file(_apart(own), Path(self._folder, "model.safetensors"))
+        name = ModelName.parse(self._name)
+        with Job() as job:
+
+            def found() -> list[str]:
+                chosen = None if step is None else Step(step)
+                return checkpoints_to_resume(self._yard.catalogue, name, chosen)
+
+            refs = job.first(found, "finding a checkpoint")
+            if step is not None:
+                self._fill_folder(refs[0], job.group)
+            elif not load_newest(job, name, refs, lambda ref: self._fill_folder(ref, job.group)):
+                return None
         return self._folder
 
     def on_train_begin(
@@ -109,7 +108,8 @@ class YardCallback(TrainerCallback):
                 raise Refused(
                     f"{self._name} is at step {step} and the trainer begins at "
                     f"{state.global_step}: trainer.train(resume_from_checkpoint="
-                    "callback.checkpoint()), or another run"
+                    "callback.checkpoint()), or another run; where a newer checkpoint turned out "
+                    f"to be damaged, YardCallback(load_step={step})"
                 )
             opened.pop_all()
         # Going to a place inside an epoch draws random numbers that were drawn before it was saved.
@@ -161,6 +161,18 @@ class YardCallback(TrainerCallback):
         if self.run is not None:
             run, self.run = self.run, None
             run.close()
+
+    def _fill_folder(self, ref: str, group: dist.ProcessGroup | None) -> None:
+        """What the trainer asks for of a checkpoint."""
+        saved = load_values(self._yard, ref, _TRAINER, group=group)[_TRAINER]
+        if not isinstance(saved, dict) or not isinstance(saved.get("json"), str):
+            raise Damaged(f"{ref}: its {_TRAINER} is not the state of a trainer")
+        self._forget_folder()
+        self._folder = tempfile.mkdtemp(prefix="weightyard-checkpoint-")
+        Path(self._folder, "trainer_state.json").write_text(saved["json"])
+        weights = self._yard.load(ref, tensors=f"{_MODEL}.*", group=group)
+        own = {name.removeprefix(f"{_MODEL}."): one for name, one in weights.items()}
+        save_file(_apart(own), Path(self._folder, "model.safetensors"))
 
     def _count(self) -> None:
         """Say that a step is done, unless that was said."""

@@ -50,6 +50,11 @@ class Job(Closing):
         answer: _Told = json.loads(self._others().tell(told, doing)[0])
         return answer
 
+    def all(self, step: Callable[[], _Told], doing: str) -> list[_Told]:
+        """What each rank's step comes to, a value of JSON, told to all. Raises as `each`."""
+        told = self._others().tell(lambda: json.dumps(step()).encode(), doing)
+        return [json.loads(one) for one in told]
+
     def each(self, step: Callable[[], _Told], doing: str) -> _Told:
         """What this rank's step comes to, when all have done theirs.
 
@@ -62,6 +67,26 @@ class Job(Closing):
             return b""
 
         self._others().tell(done, doing)
+        return answers[0]
+
+    def together(self, step: Callable[[], _Told], doing: str) -> _Told:
+        """As `each`, by one number for all ranks: cheap enough for every save, and says less."""
+        failure: BaseException | None = None
+        answers: list[_Told] = []
+        try:
+            answers.append(step())
+        except Exception as why:  # noqa: BLE001  raised when the others know of it
+            failure = why
+        if self.group is not None:
+            failed = torch.tensor([failure is not None], dtype=torch.int32)
+            try:
+                dist.all_reduce(failed, dist.ReduceOp.MAX, self.group)
+            except RuntimeError as why:
+                raise RankFailed([], f"{doing}: some rank did not answer: {why}") from why
+            if failure is None and failed.item():
+                raise RankFailed([], f"{doing}: another rank failed, which says why")
+        if failure is not None:
+            raise failure
         return answers[0]
 
     def any_wish(self, *wishes: int) -> list[int]:

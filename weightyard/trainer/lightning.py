@@ -14,7 +14,7 @@ from weightyard.errors import NoSuchThing, Protected, Unsupported
 from weightyard.logs import Log
 from weightyard.names import ModelName, Ref
 from weightyard.records import Version
-from weightyard.trainer.run import checkpoint_to_resume
+from weightyard.trainer.resuming import checkpoint_to_resume
 from weightyard.trainer.values import load_values, save_values
 from weightyard.trainer.writer import YardWriter
 

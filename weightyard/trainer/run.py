@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
 from weightyard.closing import Closing
-from weightyard.errors import BadSetting, Damaged, NoSuchThing, YardError
+from weightyard.errors import BadSetting, Damaged, RankFailed, Refused, YardError
 from weightyard.logs import Log
 from weightyard.names import AliasName, ModelName, Ref, Step
 from weightyard.records import KeepBest, Retention, Version
@@ -31,6 +31,7 @@ from weightyard.trainer.parts import (
     Part,
     RngPart,
     check_items,
+    check_together,
     parts_of,
     require_known,
     saved_ranks,
@@ -42,18 +43,15 @@ from weightyard.trainer.publishing import (
     ties_of,
 )
 from weightyard.trainer.reader import YardReader
+from weightyard.trainer.resuming import checkpoints_to_resume, load_newest
 from weightyard.trainer.saving import Leaving, Save, Saver, Schedule, plain_errors, quiet_alone
 from weightyard.trainer.writer import YardWriter, current_generation
-from weightyard.transfer.catalogue import Catalogue
 from weightyard.transfer.publish import checked_publication
 
 if TYPE_CHECKING:
     from weightyard.yard import Yard
 
 _log = Log(__name__)
-
-_LOOKED_AT = 100
-"""Newest checkpoints among which a resume looks for one that is not damaged."""
 
 
 class TrainRun(Closing):
@@ -78,7 +76,8 @@ class TrainRun(Closing):
     A plain DataLoader draws a random number whenever it is iterated: give it a `generator` of its
     own, so that beginning in the middle of an epoch draws none from the others.
 
-    On SIGTERM the step that is computed is ended and saved, and the process leaves.
+    On SIGTERM the step that is computed, with several ranks the one after it, is ended and saved,
+    and the process leaves.
     """
 
     def __init__(
@@ -133,11 +132,18 @@ class TrainRun(Closing):
         self._rng = RngPart(self.job.rank, self.job.ranks)
         self._parts: list[Part] = []
         self._stateless: list[OptimizerPart] = []
+        self._refused: Refused | None = None  # of an optimizer's state, until all ranks know it
         with ExitStack() as opened:
             opened.callback(self.job.close)
-            self.job.each(lambda: self._look_at(state), "looking at the state")
-            # Of no generation yet: `_begin` says which.
-            self._writer = YardWriter(yard, name, generation=0, **writing)
+            check_together(self.job.all(lambda: self._look_at(state), "looking at the state"))
+
+            def made() -> YardWriter:
+                # Of no generation yet: `_begin` says which.
+                writer = YardWriter(yard, name, generation=0, **writing)
+                opened.callback(writer.close)
+                return writer
+
+            self._writer = self.job.each(made, "making a writer")
             opened.pop_all()
         in_background = async_mode == "async"
         self._saver = Saver(self._writer, self.job, self._let_go, in_background=in_background)
@@ -146,15 +152,21 @@ class TrainRun(Closing):
     def resume(self) -> int | None:
         """Take the run over and go on from its newest checkpoint; its step, or None if it is new.
 
-        From here on no process that had the run before can save. Of several that begin at once
-        one succeeds. Raises RunTakenOver, DoesNotFit, NoSuchThing for a step that is not there.
+        One that turns out to be damaged is passed over, unless it is that of `load_step`. From here
+        on no process that had the run before can save. Of several that begin at once one succeeds.
+        Raises RunTakenOver, DoesNotFit, NoSuchThing for a step that is not there, Damaged if there
+        is no checkpoint that is whole.
         """
         self._saver.wait()
         self._begin()
-        ref = self.job.first(self._found, "finding a checkpoint")
+        refs = self.job.first(self._found, "finding a checkpoint")
+        if self._load_step is None:
+            ref = load_newest(self.job, self.name, refs, self._load)
+        else:
+            ref = refs[0]
+            self._load(ref)
         if ref is None:
             return None
-        self._load(ref)
         _log.info("run.resumed", run=self.name, checkpoint=ref, step=self.steps)
         return self.steps
 
@@ -165,17 +177,24 @@ class TrainRun(Closing):
         are read when one is made, so that a step waits for no device. Raises what a save in the
         background failed of, on all ranks at the same step, with several ranks the second one
         after it failed: RankFailed where it did not fail itself; RunTakenOver. Raises Refused for
-        what an optimizer has made in its first step and cannot be saved. After a signal: saves,
-        then SystemExit.
+        what an optimizer has made in its first step and cannot be saved, with several ranks in the
+        second, on the others RankFailed. After a signal: saves, then SystemExit.
         """
-        self._look_at_optimizers()
+        try:
+            self._look_at_optimizers()
+        except Refused as why:
+            self._refused = why
         self.steps += 1
         self._metrics = _as_now(metrics or {}) if self.job.is_first else {}
         by_time = self.job.is_first and self._schedule.is_due_by_time()
-        must_leave, is_due, failed = self.job.any_wish(
-            self._leaving.is_asked, by_time, self._saver.failed
+        must_leave, is_due, failed, is_refused = self.job.any_wish(
+            self._leaving.is_asked, by_time, self._saver.failed, self._refused is not None
         )
         self._saver.check(failed)
+        if is_refused:
+            raise self._refused or RankFailed(
+                [], "the optimizer of another rank keeps what cannot be saved; that rank says what"
+            )
         if must_leave:
             self.save(wait=True)
             _log.info("run.left", run=self.name, step=self.steps)
@@ -192,7 +211,9 @@ class TrainRun(Closing):
         if self._saver.step != self.steps:
             if self.generation is None:
                 self._begin()
-            self._saver.save(Save(self.steps, self._items(), _finite(self._metrics)))
+            self._saver.wait()
+            items = self.job.together(self._items, "looking at the state")
+            self._saver.save(Save(self.steps, items, _finite(self._metrics)))
             self._schedule.saved()
         if wait:
             self._saver.wait()
@@ -283,14 +304,15 @@ class TrainRun(Closing):
             # What ended the loop is the news; why the last save failed often follows from it.
             _log.warning("run.not_saved", run=self.name, reason=why)
 
-    def _look_at(self, state: Mapping[str, Any]) -> None:
-        """Refuse now what could not be saved in hours."""
+    def _look_at(self, state: Mapping[str, Any]) -> tuple[int, int]:
+        """Refuse now what could not be saved in hours; as `check_items`."""
         self._parts = parts_of(state, self.job.rank, self.job.ranks)
         if unknown := self._excluded - {part.name for part in (*self._parts, self._rng)}:
             raise BadSetting(f"exclude_from_loading: the state has no {', '.join(sorted(unknown))}")
-        check_items(self._items())
+        sizes = check_items(self._items())
         self._stateless = [part for part in self._parts if isinstance(part, OptimizerPart)]
         self._look_at_optimizers()
+        return sizes
 
     def _look_at_optimizers(self) -> None:
         """Refuse what could not be saved of an optimizer's state as soon as it has one."""
@@ -317,9 +339,9 @@ class TrainRun(Closing):
         self._yard.settle()
         return taken.generation
 
-    def _found(self) -> str | None:
-        """The checkpoint to go on from. Nobody else adds one any more."""
-        return checkpoint_to_resume(self._yard.catalogue, self.name, self._load_step)
+    def _found(self) -> list[str]:
+        """The checkpoints to go on from. Nobody else adds one any more."""
+        return checkpoints_to_resume(self._yard.catalogue, self.name, self._load_step)
 
     def _load(self, ref: str) -> None:
         group = self.job.group
@@ -394,28 +416,6 @@ class TrainRun(Closing):
         if gone:
             _log.info("run.let_go", checkpoints=",".join(gone))
             self._yard.settle()
-
-
-def checkpoint_to_resume(
-    catalogue: Catalogue, run: ModelName, step: Step | None = None
-) -> str | None:
-    """The ref of the newest checkpoint that is whole, or of a step's; None if the run has none.
-
-    Raises NoSuchThing for a step that is not there, Damaged if none of the newest is whole.
-    """
-    if step is not None:
-        return catalogue.resolve(Ref(run, step)).ref
-    try:
-        found = catalogue.versions(run, limit=_LOOKED_AT)
-    except NoSuchThing:
-        return None
-    for version in found:
-        if not version.damaged:
-            return version.ref
-        _log.warning("run.checkpoint_damaged", checkpoint=version.ref, step=version.step)
-    if found:
-        raise Damaged(f"{run}: the newest {len(found)} checkpoints are damaged")
-    return None
 
 
 def _retention(latest: int | None, every: int | None, best: KeepBest | None) -> Retention | None:

@@ -216,9 +216,9 @@ def plain_errors() -> Iterator[None]:
         yield
     except CheckpointException as why:
         failures = sorted(why.failures.items())
-        for _, (error, _) in failures:
-            if isinstance(error, YardError):
-                raise error from why
+        known = [error for _, (error, _) in failures if isinstance(error, YardError)]
+        for error in sorted(known, key=lambda error: isinstance(error, RankFailed)):
+            raise error from why  # one that says what happened, if there is one
         reason = "; ".join(f"{type(error).__name__}: {error}" for _, (error, _) in failures[:3])
         raise RankFailed([rank for rank, _ in failures], reason) from why
 
