@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Processes that run tests side by side. All tests on HDFS go to one of them.
+# Processes that run tests side by side. Those that share a cluster go to the same one.
 WORKERS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt

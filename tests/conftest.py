@@ -97,10 +97,19 @@ def pytest_sessionstart() -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Side by side (`-n`), the tests of a file stay together, and those that share a cluster."""
+    """Side by side (`-n`), the tests of a file stay together, and those that share clusters."""
     for item in items:
-        group = "cluster" if item.get_closest_marker("cluster") else item.path.name
-        item.add_marker(pytest.mark.xdist_group(group))
+        item.add_marker(pytest.mark.xdist_group(_group(item)))
+
+
+def _group(item: pytest.Item) -> str:
+    if not item.get_closest_marker("cluster"):
+        return item.path.name
+    used = set(getattr(item, "fixturenames", ()))
+    return "other clusters" if used & _OTHER_CLUSTERS and "cluster" not in used else "cluster"
+
+
+_OTHER_CLUSTERS = {"token_cluster", "encrypted_cluster", "ha_cluster", "own_cluster"}
 
 
 @pytest.hookimpl(wrapper=True)

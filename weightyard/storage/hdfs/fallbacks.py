@@ -146,6 +146,7 @@ class WebHdfsReads:
                     deadline.left(doing)
                     raise StoreUnavailable(f"{doing}: {why!r}") from None
         url = urlsplit(redirect)
+        doing = f"{doing} from {url.netloc}"
         limit_s = deadline.left_at_most(_SOCKET_S, doing)
         connection = (
             http.client.HTTPSConnection(
@@ -168,7 +169,7 @@ class WebHdfsReads:
                         if response.status == http.HTTPStatus.NOT_FOUND:
                             raise FileMissing(f"{location.path} is not there")
                         if response.status != http.HTTPStatus.OK:
-                            raise NoneServed(f"{doing}: {url.netloc} answered {response.status}")
+                            raise NoneServed(f"{doing}: it answered {response.status}")
 
                         def receive(into: memoryview) -> int:
                             opened.settimeout(deadline.left_at_most(_SOCKET_S, doing))
@@ -177,7 +178,7 @@ class WebHdfsReads:
                         _fill(receive, wanted.into, doing, deadline)
             except (OSError, http.client.HTTPException) as why:
                 deadline.left(doing)  # it may have been cut off for this
-                raise NoneServed(f"{doing}: {url.netloc}: {why!r}") from None
+                raise NoneServed(f"{doing}: {why!r}") from None
 
 
 class LibhdfsReads:
