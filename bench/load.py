@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -37,12 +37,13 @@ def run_load(
     return rows
 
 
-def _here(planned: Sequence[Planned], group: str) -> Iterator[Planned]:
+def _here(planned: Sequence[Planned], group: str) -> list[Planned]:
     """Those who can take the short circuit, once more, and taking it."""
-    for one in planned:
-        if one.row.who in ("weightyard", "pyarrow with libhdfs"):
-            row = msgspec.structs.replace(one.row, group=f"{group}, {HERE}")
-            yield replace(one, row=row, here=True)
+    return [
+        replace(one, row=msgspec.structs.replace(one.row, group=f"{group}, {HERE}"), here=True)
+        for one in planned
+        if one.row.who in ("weightyard", "pyarrow with libhdfs")
+    ]
 
 
 def run_rank(
