@@ -11,6 +11,7 @@ import bench.__main__ as command
 from bench import catalogue, codec, report
 from bench.ratios import ratios_of
 from bench.samples import Footprint, Kind, Measured, Memory, Results, Row, Sample, Table, Timed
+from bench.verdicts import at_least, at_most
 
 MACHINE = Measured("2026-11-16", {"cores": "2", "CPU": "a processor"})
 
@@ -155,3 +156,9 @@ def test_sections_not_measured_again_are_kept(
     assert command.read_results(tmp_path / "results.json") == after
     assert after.reads == READS
     assert "| raw | 1.000 |" in (tmp_path / "docs" / "page.md").read_text()
+
+
+def test_a_number_that_misses_by_little_is_not_shown_as_the_one_asked_for() -> None:
+    assert at_most(0.152, 0.15, "swap") == "**0.152** swap; asked: 0.15 or less – **missed**"
+    assert at_least(1.396, 1.4, "link") == "**1.396×** link; asked: 1.4× or more – **missed**"
+    assert at_least(1.4, 1.4, "link") == "**1.40×** link; asked: 1.4× or more"
