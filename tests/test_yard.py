@@ -258,3 +258,13 @@ def test_a_delta_needs_a_parent(tmp_path: Path) -> None:
         with pytest.raises(Refused, match="needs a parent"):
             yard.push(tmp_path / "weights.bin", "team/base", delta="only")
         assert yard.models() == []
+
+
+def test_a_yard_is_opened_by_the_path_of_its_folder(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTYARD_CACHE", str(tmp_path / "cache"))
+    with weightyard.open(tmp_path / "yard") as yard:
+        yard.push(model, "team/bert")
+    with weightyard.open(str(tmp_path / "yard")) as yard:
+        assert yard.resolve("team/bert").number == 1

@@ -26,7 +26,7 @@ __all__ = ["Yard", "load", "open", "pull", "push"]
 
 
 def open(
-    url: str | None = None,
+    url: str | Path | None = None,
     *,
     token: str | None = None,
     on_unavailable: Literal["fail", "cached"] | None = None,

@@ -36,7 +36,7 @@ _log = Log(__name__)
 
 
 def open_yard(
-    url: str | None = None, *, token: str | None = None, settings: Settings | None = None
+    url: str | Path | None = None, *, token: str | None = None, settings: Settings | None = None
 ) -> Yard:
     """Open a yard by its service's `http(s)://…`, or by its store: `hdfs://…` or a folder.
 
@@ -45,7 +45,7 @@ def open_yard(
     for HDFS below WEIGHTYARD_HOME, which makes it a yard of this one host.
     """
     settings = settings or Settings()
-    chosen = chosen_url(url, settings)
+    chosen = chosen_url(None if url is None else str(url), settings)
     name = known_name(chosen, settings)
     remembered = Remembered(settings.cache, name)
     if settings.offline:

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from followed import PROD, Net, holds, ready, state
 from loader_world import BERT, left_threads, noise, same, yard_in
 from sqlalchemy import Connection, select
-from torch import nn
 from waiting import SOON_S, eventually
 
-from weightyard.errors import BadSetting, Bug, Damaged, DoesNotFit, NoSuchThing, Refused, TooLarge
+from weightyard.errors import BadSetting, Bug, Damaged, NoSuchThing, Refused, TooLarge
 from weightyard.format.block import MIB
 from weightyard.loader import staging
 from weightyard.loader.follower import Follower
@@ -30,7 +30,6 @@ from weightyard.testing.faults import FaultyStore
 from weightyard.transfer.reader import Reader
 from weightyard.yard import Yard
 
-PROD = f"{BERT}@prod"
 BLOCK = 16 * MIB
 
 
@@ -41,42 +40,10 @@ def yard(tmp_path: Path) -> Iterator[Yard]:
     assert left_threads() == []
 
 
-class Net(nn.Module):
-    """A module with a tied parameter, a buffer, and one tensor of several blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Parameter(torch.zeros(4200, 1024))
-        self.head = self.embed
-        self.norm = nn.Parameter(torch.zeros(64))
-        self.register_buffer("steps", torch.zeros(1, dtype=torch.int64))
-
-
-def state(number: int) -> dict[str, torch.Tensor]:
-    """What `Net` has in a version whose values are all its number."""
-    embed = torch.full((4200, 1024), float(number))
-    return {
-        "embed": embed,
-        "head": embed,
-        "norm": torch.full((64,), float(number)),
-        "steps": torch.tensor([number]),
-    }
-
-
 def tuned(tensor: torch.Tensor) -> torch.Tensor:
     """With some values of every block changed."""
     tensor[::64] *= 1.5
     return tensor
-
-
-def holds(net: nn.Module, number: int) -> bool:
-    return all(bool((one == number).all()) for one in net.state_dict().values())
-
-
-def ready(follower: Follower, number: int) -> None:
-    found = follower.wait(SOON_S)
-    assert found is not None, follower.failure
-    assert found.number == number
 
 
 def packs_of(yard: Yard, folder: Path, ref: str) -> list[Path]:
@@ -115,73 +82,6 @@ def test_each_forward_pass_sees_one_version_when_apply_is_called_between_passes(
             serving.join()
     assert seen == sorted(seen)
     assert set(seen) >= {1, 2, 3, 4}
-
-
-def test_a_module_can_be_given_when_a_version_is_applied(yard: Yard) -> None:
-    yard.push(state(1), BERT, alias="prod")
-    net = Net()
-    with yard.follow(PROD) as follower:
-        ready(follower, 1)
-        with pytest.raises(DoesNotFit, match="unexpected keys"):
-            follower.apply(nn.Linear(4, 4))
-        with pytest.raises(Refused, match="changed"):
-            follower.apply()
-        assert follower.apply(net) == follower.version
-        assert holds(net, 1)
-        yard.push(state(2), BERT, alias="prod")
-        ready(follower, 2)
-        follower.apply(net)
-        assert holds(net, 2)
-
-
-def test_a_module_given_when_a_version_is_applied_is_compared_in_names_shapes_and_dtypes(
-    yard: Yard,
-) -> None:
-    yard.push(state(1), BERT, alias="prod")
-    more, other = Net(), Net()
-    more.extra = nn.Parameter(torch.zeros(4))
-    other.steps = torch.zeros(1)
-    net = Net()
-    with yard.follow(PROD) as follower:
-        ready(follower, 1)
-        with pytest.raises(DoesNotFit, match="extra"):
-            follower.apply(more)
-        with pytest.raises(DoesNotFit, match="steps"):
-            follower.apply(other)
-        assert holds(other, 0), "nothing of it was changed"
-        follower.apply(net)
-        with pytest.raises(Refused, match="another module"):
-            follower.apply(Net())
-
-
-def test_a_module_given_when_a_version_is_applied_gets_only_the_blocks_that_changed(
-    yard: Yard,
-) -> None:
-    yard.push(state(1), BERT, alias="prod")
-    second = state(2)
-    second["embed"] = second["head"] = state(1)["embed"]
-    second["embed"][0, 0] = 2.0
-    net = Net()
-    with yard.follow(PROD) as follower:
-        ready(follower, 1)
-        follower.apply(net)
-        yard.push(second, BERT, alias="prod")
-        ready(follower, 2)
-        assert follower.report is not None
-        assert follower.report.raw_bytes < net.embed.nbytes
-        follower.apply()
-        assert torch.equal(net.embed, second["embed"])
-
-
-def test_another_module_than_the_one_followed_is_refused(yard: Yard) -> None:
-    yard.push(state(1), BERT, alias="prod")
-    net = Net()
-    with yard.follow(PROD, net) as follower:
-        ready(follower, 1)
-        with pytest.raises(Refused, match="another module"):
-            follower.apply(Net())
-        follower.apply(net)
-        assert holds(net, 1)
 
 
 def test_only_blocks_that_changed_travel(yard: Yard) -> None:
@@ -355,31 +255,6 @@ def test_the_next_good_version_follows_one_that_is_gone(yard: Yard, tmp_path: Pa
         assert holds(net, 3)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"norm": torch.zeros(65)},
-        {"more": torch.zeros(3)},
-        {"steps": torch.zeros(1)},
-    ],
-    ids=["shape", "name", "dtype"],
-)
-def test_a_version_of_another_structure_is_not_taken(
-    yard: Yard, change: dict[str, torch.Tensor]
-) -> None:
-    yard.push(state(1), BERT, alias="prod")
-    net = Net()
-    with yard.follow(PROD, net) as follower:
-        ready(follower, 1)
-        follower.apply()
-        yard.push(state(2) | change, BERT, alias="prod")
-        eventually(lambda: isinstance(follower.failure, DoesNotFit))
-        assert follower.ready() is None
-        assert holds(net, 1)
-        yard.push(state(3), BERT, alias="prod")
-        ready(follower, 3)
-
-
 def test_a_change_over_the_budget_is_refused_before_it_is_read(yard: Yard) -> None:
     first = {"big": noise(BLOCK // 4, dtype=torch.float32), "small": noise(MIB, seed=1)}
     yard.push(first, BERT, alias="prod", codec="raw")
@@ -512,20 +387,6 @@ def test_what_was_not_taken_to_its_end_comes_again(yard: Yard) -> None:
         eventually(lambda: follower.ready() is not None and follower.ready().number == 1)
         server |= dict(follower.changed())
         assert same(server, state(1))
-
-
-def test_a_module_of_another_float_type_keeps_it(yard: Yard) -> None:
-    yard.push({"weight": noise(64, 64), "bias": noise(64, seed=1)}, BERT, alias="prod")
-    second = {"weight": noise(64, 64), "bias": noise(64, seed=2)}
-    net = nn.Linear(64, 64)
-    with yard.follow(PROD, net) as follower:
-        ready(follower, 1)
-        follower.apply()
-        yard.push(second, BERT, alias="prod")
-        ready(follower, 2)
-        follower.apply()
-    assert net.weight.dtype == torch.float32
-    assert all(torch.equal(net.state_dict()[name], second[name].float()) for name in second)
 
 
 def test_leases_are_held_on_what_is_resident_and_given_up_at_the_end(yard: Yard) -> None:

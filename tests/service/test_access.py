@@ -351,6 +351,9 @@ class TestOpen:
             database.close()
 
 
+COMMON = {"proxy_header": "X-User", "proxy_addresses": "10.1.2.3"}
+
+
 class TestProxy:
     """Single sign-on by a proxy that says who is asking."""
 
@@ -390,23 +393,13 @@ class TestProxy:
             assert self.ask(plain, "boss") == 401
 
     def test_users_without_a_token_may_have_a_role_in_common(self, tmp_path: Path) -> None:
-        settings = {
-            "proxy_header": "X-User",
-            "proxy_addresses": "10.1.2.3",
-            "proxy_role": "read",
-        }
-        with make_world(tmp_path / "3", **settings) as world:
+        with make_world(tmp_path / "3", **COMMON, proxy_role="read") as world:
             by = {"headers": {"X-User": "someone"}, "peer": "10.1.2.3", "token": None}
             assert world.call("GET", "models", **by).status_code == 200
             assert world.call("POST", "models", json={"name": "a/b"}, **by).status_code == 403
 
     def test_revoking_a_token_takes_rights_away_and_gives_none(self, tmp_path: Path) -> None:
-        settings = {
-            "proxy_header": "X-User",
-            "proxy_addresses": "10.1.2.3",
-            "proxy_role": "write",
-        }
-        with make_world(tmp_path / "4", **settings) as world:
+        with make_world(tmp_path / "4", **COMMON, proxy_role="write") as world:
             by = {"headers": {"X-User": "reader"}, "peer": "10.1.2.3", "token": None}
             assert world.call("GET", "models", **by).status_code == 200
             world.registry.revoke_token(TokenName("reader"))
@@ -418,12 +411,7 @@ class TestProxy:
         self, tmp_path: Path, world: World, user: str
     ) -> None:
         assert self.ask(world, user) == 403
-        settings = {
-            "proxy_header": "X-User",
-            "proxy_addresses": "10.1.2.3",
-            "proxy_role": "read",
-        }
-        with make_world(tmp_path / "5", **settings) as common:
+        with make_world(tmp_path / "5", **COMMON, proxy_role="read") as common:
             by = {"headers": {"X-User": user}, "peer": "10.1.2.3", "token": None}
             assert common.call("GET", "models", **by).status_code == 200
             by["headers"] = {"X-User": user * 20}

@@ -5,9 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
-import time
 import tracemalloc
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,11 +40,9 @@ from weightyard.testing.faults import Fault, FaultyStore
 from weightyard.transfer import alive
 from weightyard.transfer.catalogue import MemoryCatalogue, Packing
 from weightyard.transfer.filling import AHEAD_BYTES, Filling, PackInWork, ReadyBlock
-from weightyard.transfer.memory import Buffers
 from weightyard.transfer.plan import Wanted
 from weightyard.transfer.reader import Reader
 from weightyard.transfer.source import FileSource, MemorySource, Source, translated
-from weightyard.transfer.together import run_together
 from weightyard.transfer.writer import Content, WriteOptions, Writer
 
 RAW_BYTES = MIB
@@ -518,49 +514,6 @@ def test_what_work_fails_of_is_raised_whatever_becomes_of_its_upload(
         work()
 
 
-def test_buffers_are_used_again_and_those_of_others_left_alone() -> None:
-    buffers = Buffers()
-    first, second = buffers.take(2 * MIB), buffers.take(2 * MIB)
-    buffers.give(first)
-    buffers.give(second)
-    assert id(buffers.take(3 * MIB).obj) not in (id(first.obj), id(second.obj))
-    again = buffers.take(MIB)
-    assert again.obj is first.obj
-    assert again.nbytes == MIB
-    assert buffers.take(MIB).obj is not first.obj, "it is in use"
-    theirs = np.zeros(2 * MIB, np.uint8)
-    buffers.give(theirs.data)
-    assert buffers.take(2 * MIB).obj is not theirs
-
-
-def test_buffers_of_growing_length_take_each_others_place() -> None:
-    buffers = Buffers()
-    made = []
-    for length in range(MIB, 3 * MIB, MIB // 8):
-        buffer = buffers.take(length)
-        made.append(weakref.ref(buffer.obj))
-        buffers.give(buffer)
-        del buffer
-    assert [one() is not None for one in made] == [False] * 15 + [True]
-
-
-def test_the_buffer_given_back_last_is_taken_first() -> None:
-    buffers = Buffers()
-    first, second = buffers.take(2 * MIB), buffers.take(2 * MIB)
-    for _ in range(3):
-        buffers.give(first)
-        buffers.give(second)
-        assert buffers.take(2 * MIB).obj is second.obj, "its pages were touched last"
-        assert buffers.take(2 * MIB).obj is first.obj
-
-
-def test_a_short_piece_does_not_hold_a_long_buffer() -> None:
-    buffers = Buffers()
-    long = buffers.take(16 * MIB)
-    buffers.give(long)
-    assert len(memoryview(buffers.take(3 * MIB).obj)) == 3 * MIB
-
-
 @pytest.mark.parametrize("delta", ["off", "also", "only"])
 def test_blocks_that_shrink_to_nothing_hold_no_memory_until_their_pack_is_full(
     store: Store, delta: Literal["off", "also", "only"]
@@ -593,44 +546,3 @@ def test_blocks_that_shrink_to_nothing_hold_no_memory_until_their_pack_is_full(
         tracemalloc.stop()
     assert writer.report.packs_written == 1
     assert most_bytes < writer.report.new_bytes // 2
-
-
-def test_calls_are_asked_for_only_when_a_thread_is_free() -> None:
-    gate, asked = threading.Event(), []
-
-    def calls() -> Iterator[object]:
-        for number in range(6):
-            asked.append(number)
-            if number == 3:
-                # Two run and wait for the gate, one waits for a thread.
-                raise AssertionError("asked for too early")
-            yield gate.wait
-
-    def open_gate() -> None:
-        eventually(lambda: len(asked) == 3)
-        time.sleep(0.3)  # so that one that is asked for too early would be seen
-        asked.append(-1)
-        gate.set()
-
-    opening = threading.Thread(target=open_gate)
-    opening.start()
-    with pytest.raises(AssertionError):
-        run_together(2, "test", calls())  # type: ignore[arg-type]
-    opening.join()
-    assert asked == [0, 1, 2, -1, 3]
-
-
-def test_the_first_failure_tells_the_others_to_stop() -> None:
-    stop, ended = threading.Event(), []
-
-    def fail() -> None:
-        raise StoreUnavailable("one")
-
-    def calls() -> Iterator[Callable[[], None]]:
-        yield lambda: ended.append(stop.wait(SOON_S))
-        yield fail
-        assert stop.wait(SOON_S), "who makes the calls is told while making the next one"
-
-    with pytest.raises(StoreUnavailable):
-        run_together(3, "test", calls(), stop)
-    assert ended == [True]
