@@ -40,6 +40,10 @@ _STEP_BYTES = 4 * 1024 * 1024
 """Read at once: between two steps the deadline is looked at."""
 
 
+_PASSED = 2
+"""Files that come with an answer: the data, and HDFS's checksums of it."""
+
+
 class ShortCircuit:
     """Reads replicas of DataNodes of this host from their files. Thread-safe.
 
@@ -140,10 +144,6 @@ class ShortCircuit:
         if not descriptors:
             raise _NotHandedOut("no file came with the answer")
         return _ReplicaFile(descriptors[0])
-
-
-_PASSED = 2
-"""Files that come with an answer: the data, and HDFS's checksums of it."""
 
 
 class _NotHandedOut(YardError):
