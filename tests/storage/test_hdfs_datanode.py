@@ -35,6 +35,7 @@ from weightyard.storage.hdfs.datanode import (
     plan_runs,
 )
 from weightyard.storage.hdfs.fallbacks import WebHdfsReads
+from weightyard.storage.hdfs.protobuf import varint
 from weightyard.storage.hdfs.store import HdfsStore
 from weightyard.storage.hdfs.wire import BlockAccess, BlockToken, Packet
 from weightyard.storage.store import (
@@ -298,9 +299,9 @@ def read_from(datanode: str, timeout_s: float = LIMIT_S, stall_s: float = LIMIT_
 
 
 def message(*packets: tuple[Packet, bytes], first_offset: int = 512, checksum: int = 0) -> bytes:
-    info = b"\x0a\x05\x08" + bytes([checksum]) + b"\x10\x80\x04\x10" + wire.varint(first_offset)
+    info = b"\x0a\x05\x08" + bytes([checksum]) + b"\x10\x80\x04\x10" + varint(first_offset)
     said = b"\x08\x00\x22" + bytes([len(info)]) + info
-    return wire.varint(len(said)) + said + b"".join(wire.packet_header(p) + d for p, d in packets)
+    return varint(len(said)) + said + b"".join(wire.packet_header(p) + d for p, d in packets)
 
 
 _LAST = (Packet(1536, 1, True, 0), b"")

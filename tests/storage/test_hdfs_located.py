@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from weightyard.errors import RegistryUnavailable
 from weightyard.storage.hdfs import located
 from weightyard.storage.hdfs.located import from_json, to_json
+from weightyard.storage.hdfs.protobuf import varint
 from weightyard.storage.hdfs.store import HdfsStore
-from weightyard.storage.hdfs.wire import BlockAccess, BlockToken, varint
+from weightyard.storage.hdfs.wire import BlockAccess, BlockToken
 from weightyard.storage.store import Location, Replica, Span, StorePath
 
 TOKEN = BlockToken(b"\x8a" + bytes(6) + b"rest", b"password", "HDFS_BLOCK_TOKEN", "")

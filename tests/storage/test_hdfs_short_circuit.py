@@ -15,7 +15,7 @@ from patience import be_patient
 from weightyard.errors import ClusterFailed, Damaged, DeadlineExceeded, Retryable
 from weightyard.opening import open_yard
 from weightyard.settings import Settings
-from weightyard.storage.hdfs import wire
+from weightyard.storage.hdfs.protobuf import varint
 from weightyard.storage.hdfs.short_circuit import _MOST_FILES
 from weightyard.storage.hdfs.store import HdfsStore
 from weightyard.storage.retry import RetryingStore
@@ -151,7 +151,7 @@ def test_a_damaged_replica_is_found_by_those_who_load_it(here: MiniCluster, tmp_
         pytest.param(b"", id="hangs-up"),
         pytest.param(b"\x02\x08", id="falls-silent"),
         pytest.param(b"\xff" * 10, id="no-length"),
-        pytest.param(wire.varint(1 << 30), id="too-long"),
+        pytest.param(varint(1 << 30), id="too-long"),
         pytest.param(b"\x02\x08\x01", id="refuses"),
         pytest.param(b"\x02\x08\x00\x00", id="passes-no-file"),
     ],

@@ -12,7 +12,7 @@ import pytest
 
 from weightyard.errors import DataNodeFailed
 from weightyard.storage.deadline import Deadline
-from weightyard.storage.hdfs import datanode
+from weightyard.storage.hdfs import datanode, sockets
 from weightyard.storage.hdfs.datanode import DataNodeReader
 from weightyard.storage.hdfs.wire import BlockAccess
 from weightyard.storage.store import Read, Replica, Span
@@ -42,7 +42,8 @@ def test_the_time_to_look_up_a_name_counts_as_silence(
 
     monkeypatch.setattr(socket, "getaddrinfo", look_up)
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + passed_s)
-    monkeypatch.setattr(datanode, "time", clock)
+    for module in (datanode, sockets):
+        monkeypatch.setattr(module, "time", clock)
     reader = DataNodeReader("test", stall_s=LIMIT_S)
     began = time.monotonic()
     with pytest.raises(DataNodeFailed, match=silent):
@@ -71,10 +72,10 @@ def test_the_addresses_of_a_datanode_share_the_time_to_connect(
             now += waited_s[-1]
             raise TimeoutError("timed out")
 
-    monkeypatch.setattr(datanode, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(sockets, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(socket, "socket", SwitchedOff)
     kind = (socket.AF_INET, socket.SOCK_STREAM, 0, "")
     addresses = [(*kind, (f"10.0.0.{number}", 9866)) for number in range(3)]
     with pytest.raises(TimeoutError):
-        datanode._connected("dn:9866", addresses, 1.5, None)
+        sockets.connected("dn:9866", addresses, 1.5, None)
     assert waited_s == pytest.approx([0.5, 0.5, 0.5])

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from weightyard.storage.hdfs import wire
-from weightyard.storage.hdfs.wire import BlockAccess, BlockToken, Malformed, Packet
+from weightyard.storage.hdfs.protobuf import Malformed, parse_varint, varint
+from weightyard.storage.hdfs.wire import BlockAccess, BlockToken, Packet
 
 _TOKEN = BlockToken(b"who may" * 20, b"secret" * 4, "HDFS_BLOCK_TOKEN", "")
 _UINT64 = st.integers(0, 2**64 - 1)
@@ -18,8 +19,8 @@ _FIELDS = st.binary(max_size=300)
 def field(number: int, value: int | bytes) -> bytes:
     """A protobuf field, written a second time so that the parser meets bytes it did not make."""
     if isinstance(value, int):
-        return wire.varint(number << 3) + wire.varint(value)
-    return wire.varint(number << 3 | 2) + wire.varint(len(value)) + value
+        return varint(number << 3) + varint(value)
+    return varint(number << 3 | 2) + varint(len(value)) + value
 
 
 def response(status: int, first_offset: int = 0, text: bytes = b"") -> bytes:
@@ -52,8 +53,8 @@ def test_a_token_never_shows_in_logs() -> None:
 
 @given(_UINT64)
 def test_a_number_survives_its_encoding(value: int) -> None:
-    encoded = wire.varint(value)
-    assert wire.parse_varint(encoded + b"\xff", 0) == (value, len(encoded))
+    encoded = varint(value)
+    assert parse_varint(encoded + b"\xff", 0) == (value, len(encoded))
 
 
 @given(st.integers(0, 2**62), st.integers(0, 2**62), st.integers(1, 2**24 - 4))

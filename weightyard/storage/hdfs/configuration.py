@@ -23,7 +23,7 @@ _MAX_VALUE_CHARS = 1024 * 1024
 _INCLUDE = "{http://www.w3.org/2001/XInclude}include"
 _FALLBACK = "{http://www.w3.org/2001/XInclude}fallback"
 _VARIABLE = re.compile(r"\$\{([^${}\s]+)\}")
-_HTTP_PORT, _HTTPS_PORT = 9870, 9871
+_RPC_PORT, _HTTP_PORT, _HTTPS_PORT = 8020, 9870, 9871
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@~-]{0,254}", re.ASCII)
 _AUTHORITY = re.compile(r"[A-Za-z0-9._-]+(?::[0-9]{1,5})?|\[[0-9A-Fa-f:]+\](?::[0-9]{1,5})?")
 
@@ -64,6 +64,8 @@ class Cluster:
     """The store's folder: absolute, without a slash at its end."""
     webhdfs: tuple[str, ...]
     """`http(s)://host:port` of the NameNodes."""
+    namenodes: tuple[str, ...]
+    """`host:port` of the NameNodes' RPC."""
     user: str
     """Who to be where there is no Kerberos."""
     is_kerberos: bool
@@ -87,6 +89,9 @@ class Cluster:
             authority=authority,
             root=root,
             webhdfs=settings.webhdfs or _namenode_urls(authority, configuration),
+            namenodes=tuple(
+                _with_port(address) for _, address in _namenodes(authority, configuration)
+            ),
             user=settings.hdfs_user or _own_name(),
             # Hadoop's SecurityUtil takes it in any case.
             is_kerberos=authentication.lower() == "kerberos",
@@ -235,8 +240,8 @@ def _namenode_urls(authority: str, configuration: Configuration) -> tuple[str, .
     scheme, port = ("https", _HTTPS_PORT) if is_https else ("http", _HTTP_PORT)
     key = f"dfs.namenode.{scheme}-address"
 
-    def address(suffix: str, rpc: str) -> str:
-        configured = configuration.get(key + suffix)
+    def address(suffix: str | None, rpc: str) -> str:
+        configured = None if suffix is None else configuration.get(key + suffix)
         host = _host(rpc)
         if configured is None:
             return f"{scheme}://{host}:{port}"
@@ -247,25 +252,33 @@ def _namenode_urls(authority: str, configuration: Configuration) -> tuple[str, .
             else (f"{scheme}://{configured}")
         )
 
+    return tuple(address(*each) for each in _namenodes(authority, configuration))
+
+
+def _namenodes(authority: str, configuration: Configuration) -> list[tuple[str | None, str]]:
+    """The NameNodes of a nameservice, or the one NameNode: RPC addresses, and how keys end.
+
+    None: no key is about it, since the files may be about another cluster than the URL names.
+    """
     if namenodes := configuration.get(f"dfs.ha.namenodes.{authority}"):
         suffixes = [f".{authority}.{name.strip()}" for name in namenodes.split(",")]
     elif configuration.get(f"dfs.namenode.rpc-address.{authority}"):
         suffixes = [f".{authority}"]
     else:
-        suffixes = []
-    if suffixes:
-        keys = [f"dfs.namenode.rpc-address{suffix}" for suffix in suffixes]
-        rpc = [configuration.get(key) for key in keys]
-        if None in rpc:
-            raise BadSetting(f"Hadoop's configuration does not say {keys[rpc.index(None)]}")
-        return tuple(address(*pair) for pair in zip(suffixes, map(str, rpc), strict=True))
-    # The files may be about another cluster than the one the URL names.
-    default = urlsplit(configuration.get("fs.defaultFS") or "").netloc
-    if authority in (default, configuration.get("dfs.namenode.rpc-address")):
-        return (address("", authority),)
-    return (f"{scheme}://{_host(authority)}:{port}",)
+        default = urlsplit(configuration.get("fs.defaultFS") or "").netloc
+        is_known = authority in (default, configuration.get("dfs.namenode.rpc-address"))
+        return [("" if is_known else None, authority)]
+    keys = [f"dfs.namenode.rpc-address{suffix}" for suffix in suffixes]
+    found = [configuration.get(key) for key in keys]
+    if None in found:
+        raise BadSetting(f"Hadoop's configuration does not say {keys[found.index(None)]}")
+    return [*zip(suffixes, map(str, found), strict=True)]
 
 
 def _host(address: str) -> str:
     head, colon, port = address.rpartition(":")
     return head if colon and port.isdecimal() else address
+
+
+def _with_port(address: str) -> str:
+    return address if _host(address) != address else f"{address}:{_RPC_PORT}"

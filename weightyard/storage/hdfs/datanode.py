@@ -5,16 +5,12 @@ Why this is written by hand: docs/design/0003-direct-reads.md.
 
 from __future__ import annotations
 
-import functools
 import socket
-import struct
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
 from weightyard.errors import (
     DataNodeFailed,
@@ -22,11 +18,12 @@ from weightyard.errors import (
     TooLarge,
     Unsupported,
 )
-from weightyard.storage.cancel import Cancel, ended_by
+from weightyard.storage.cancel import ended_by
 from weightyard.storage.deadline import Deadline
-from weightyard.storage.hdfs import wire
-from weightyard.storage.hdfs.lookup import Address, Lookup
-from weightyard.storage.hdfs.wire import BlockAccess, Malformed, Status
+from weightyard.storage.hdfs import sockets, wire
+from weightyard.storage.hdfs.lookup import Lookup
+from weightyard.storage.hdfs.protobuf import Malformed, parse_varint
+from weightyard.storage.hdfs.wire import BlockAccess, Status
 from weightyard.storage.store import Read, Replica, Span
 
 STALL_S = 1.5
@@ -38,9 +35,6 @@ GAP_BYTES = 64 * 1024
 
 _IDLE_S = 3.0  # A DataNode closes a connection after 4 s without a request.
 _MOST_IDLE = 64
-_RECEIVE_BUFFER_BYTES = 4 * 1024 * 1024
-_TICK_S = 0.25  # How often a silent socket is looked at.
-_MOST_VIEWS = 512  # The kernel takes 1024 at a time.
 _STALE_SIGNS = ("ReplicaNotFoundException", "gen stamp <")
 
 
@@ -132,7 +126,7 @@ class DataNodeReader:
         with self._lock:
             self.connects += 1
         try:
-            opened = _connected(datanode, addresses, until, deadline.cancel)
+            opened = sockets.connected(datanode, addresses, until, deadline.cancel)
         except OSError as why:
             raise DataNodeFailed(datanode, f"cannot connect: {why}") from why
         return _Connection(datanode, opened, self._stall_s, began_at)
@@ -218,7 +212,7 @@ class _Connection:
 
     def shut_down(self) -> None:
         """End the read that is under way in another thread: its receive returns at once."""
-        _shut_down(self._socket)
+        sockets.shut_down(self._socket)
 
     def read(
         self, block: BlockAccess, client: str, run: Run, rubbish: memoryview, deadline: Deadline
@@ -264,7 +258,7 @@ class _Connection:
         while not prefix or (prefix[-1] & 0x80 and len(prefix) < 10):
             self._fill([memoryview(byte)], deadline)
             prefix += byte
-        return wire.parse_varint(bytes(prefix), 0)[0]
+        return parse_varint(bytes(prefix), 0)[0]
 
     def _refusal(self, block: BlockAccess, response: wire.Response) -> Exception:
         said = f"status {response.status} {response.message[:300]}".rstrip()
@@ -299,12 +293,10 @@ class _Connection:
         """Receive until every view is full."""
         wanted = sum(map(len, views))
         while wanted:
-            got = self._receive_some(views[:_MOST_VIEWS], deadline)
+            got = self._receive_some(views[: sockets.MOST_VIEWS], deadline)
             wanted -= got
             if wanted:
-                while got >= len(views[0]):
-                    got -= len(views.pop(0))
-                views[0] = views[0][got:]
+                sockets.drop(views, got)
 
     def _receive_some(self, views: list[memoryview], deadline: Deadline) -> int:
         """Receive into the views, all of them unless the DataNode is slow."""
@@ -323,57 +315,6 @@ class _Connection:
                 raise _Ended
             self.progress_at = time.monotonic()
             return got
-
-
-def _shut_down(opened: socket.socket) -> None:
-    with suppress(OSError):
-        opened.shutdown(socket.SHUT_RDWR)
-
-
-def _connected(
-    datanode: str, addresses: Sequence[Address], until: float, cancel: Cancel | None
-) -> socket.socket:
-    """A blocking socket with the options that make reads fast. The addresses share the time."""
-    doing = f"connecting to {datanode}"
-    failed: OSError = OSError("no time is left" if addresses else "it has no address")
-    for index, (family, kind, protocol, _, address) in enumerate(addresses):
-        limit_s = (until - time.monotonic()) / (len(addresses) - index)
-        if limit_s <= 0:
-            break
-        opened = socket.socket(family, kind, protocol)
-        try:
-            # Without it every request waits 40 ms for the acknowledgement of the one before.
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            if _is_large_buffer_granted():
-                opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
-            opened.settimeout(limit_s)
-            with ended_by(cancel, partial(_shut_down, opened), doing):
-                opened.connect(address)
-            opened.settimeout(None)
-            tick = struct.pack("@ll", int(_TICK_S), int(_TICK_S % 1 * 1e6))
-            opened.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, tick)
-        except BaseException as why:
-            opened.close()
-            if cancel is not None:
-                cancel.check(doing)
-            if not isinstance(why, OSError):
-                raise
-            failed = why
-        else:
-            return opened
-    raise failed
-
-
-@functools.cache
-def _is_large_buffer_granted() -> bool:
-    """Whether the kernel gives the buffer asked for (and doubles it, for its own needs).
-
-    Where net.core.rmem_max cuts it, asking would leave less than the kernel takes by itself.
-    """
-    with socket.socket() as sample:
-        sample.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
-        granted = sample.getsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF)
-    return granted >= 2 * _RECEIVE_BUFFER_BYTES
 
 
 class _Ended(OSError):

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 import msgspec
 
 from weightyard.errors import InvalidName, RegistryUnavailable
-from weightyard.storage.hdfs.wire import BlockAccess, BlockToken, Malformed
+from weightyard.storage.hdfs.protobuf import Malformed
+from weightyard.storage.hdfs.wire import BlockAccess, BlockToken
 from weightyard.storage.store import Location, Replica, Span, StorePath
 
 MAX_FILES = 32_768

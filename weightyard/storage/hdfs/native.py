@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import threading
@@ -11,20 +10,20 @@ from functools import partial
 from typing import TypeVar
 
 from hdfs_native import Client, FileStatus, FileWriter, WriteOptions
-from typing_extensions import Buffer
 
 from weightyard.errors import (
     AlreadyThere,
     BadSetting,
-    Conflict,
     FileMissing,
     NotAllowed,
-    StoreFull,
     StoreUnavailable,
     Unsupported,
     YardError,
 )
+from weightyard.storage.hdfs import remote
 from weightyard.storage.hdfs.configuration import Cluster
+from weightyard.storage.hdfs.remote import NotEmpty
+from weightyard.storage.hdfs.sink import Sink
 from weightyard.storage.hdfs.watched import Watched
 from weightyard.storage.store import Ownership
 
@@ -134,7 +133,7 @@ class Namespace:
     def rename(self, source: str, target: str, folder_mode: int) -> None:
         """Give a file another name, which nobody has; its folder is made if missing."""
         doing = f"renaming {source} to {target}"
-        self._in_folder(
+        self.in_folder(
             target,
             folder_mode,
             lambda: self.call(doing, lambda client: client.rename(source, target, False)),
@@ -145,7 +144,7 @@ class Namespace:
         self.forget(path)
         try:
             return self.call(f"deleting {path}", lambda client: client.delete(path, False))
-        except _NotEmpty:
+        except NotEmpty:
             return False
 
     def set_replication(self, path: str, replication: int) -> None:
@@ -153,34 +152,32 @@ class Namespace:
         if not self.call(doing, lambda client: client.set_replication(path, replication)):
             raise FileMissing(f"{path} is not there")
 
+    def in_folder(self, path: str, mode: int, act: Callable[[], _T]) -> _T:
+        """Do what needs a path's folder; if there is none, make it, and do it then.
+
+        Asking first would be a call for each file, and in a yard that is not new folders are there.
+        """
+        try:
+            return act()
+        except FileMissing:
+            folder = path.rpartition("/")[0]
+            self.forget(folder)
+            self.make_folder(folder, mode)
+            return act()
+
     def create(
-        self, path: str, folder_mode: int, replication: int | None, planned_bytes: int | None
-    ) -> Writing:
-        """Open a new file, laid out so that what is planned fits one HDFS block."""
-
-        def create(block_bytes: int | None) -> FileWriter:
-            options = WriteOptions(
-                block_size=block_bytes,
-                replication=replication,
-                permission=folder_mode & 0o666,
-                overwrite=False,
-                create_parent=False,
-            )
-            return self.call(f"creating {path}", lambda client: client.create(path, options))
-
-        def create_planned() -> FileWriter:
-            if planned_bytes is None:
-                return create(None)
-            # HDFS charges a whole block to the quota while one is written, so no larger than
-            # needed; and at least 1 MiB, the smallest that a NameNode allows unless told otherwise.
-            try:
-                return create(max(1, -(-planned_bytes // _MIB)) * _MIB)
-            except _BlockTooSmall:
-                return create(None)  # the usual size is not smaller than the least
-
-        self.make_folder(path.rpartition("/")[0], folder_mode)  # of a new upload it is not there
-        writer = self._in_folder(path, folder_mode, create_planned)
-        return Writing(self, path, writer, self._limit_s)
+        self, path: str, mode: int, replication: int | None, block_bytes: int | None
+    ) -> Sink:
+        """Open a new file in a folder that is there; None: as HDFS has it."""
+        options = WriteOptions(
+            block_size=block_bytes,
+            replication=replication,
+            permission=mode,
+            overwrite=False,
+            create_parent=False,
+        )
+        writer = self.call(f"creating {path}", lambda client: client.create(path, options))
+        return _NativeFile(self, path, writer, self._limit_s)
 
     def call(
         self, doing: str, function: Callable[[Client], _T], limit_s: float | None = None
@@ -222,19 +219,6 @@ class Namespace:
     def close(self) -> None:
         self._watched.close()
 
-    def _in_folder(self, path: str, mode: int, act: Callable[[], _T]) -> _T:
-        """Do what needs a path's folder; if there is none, make it, and do it then.
-
-        Asking first would be a call for each file, and in a yard that is not new folders are there.
-        """
-        try:
-            return act()
-        except FileMissing:
-            folder = path.rpartition("/")[0]
-            self.forget(folder)
-            self.make_folder(folder, mode)
-            return act()
-
     def _connect(self) -> Client:
         properties = {**self._cluster.properties, **_HASTE}
         key = f"dfs.ha.namenodes.{self._cluster.authority}"
@@ -259,50 +243,23 @@ def _entries(folder: str, client: Client) -> list[FileStatus]:
     return [*client.list_status(folder)]
 
 
-class Writing:
-    """A file being written. Dropped without close it stays open: `abort` removes it."""
-
+class _NativeFile(Sink):
     def __init__(self, namespace: Namespace, path: str, writer: FileWriter, limit_s: float) -> None:
         self._namespace = namespace
         self._limit_s = limit_s
         self._path = path
-        self._writer: FileWriter | None = writer
-        self._written = 0
+        self._writer = writer
 
-    def write(self, data: Buffer) -> None:
-        view = memoryview(data).cast("B")
-        for start in range(0, len(view), _PIECE_BYTES):
-            piece = view[start : start + _PIECE_BYTES]
-            write = partial(_write_copies, self._open(), piece)
+    def write(self, data: memoryview) -> None:
+        for start in range(0, len(data), _PIECE_BYTES):
+            write = partial(_write_copies, self._writer, data[start : start + _PIECE_BYTES])
             self._namespace.watch(f"writing {self._path}", self._limit_s, write)
-            self._written += len(piece)
 
-    def close(self, length_told: Callable[[], int | None] = lambda: None) -> int:
-        """Close the file, and see that the NameNode has its length; return that.
+    def close(self) -> None:
+        self._namespace.watch(f"closing {self._path}", self._limit_s, self._writer.close)
 
-        `length_told`: who to ask for it, instead of a call just for this; None: does not know.
-        """
-        writer = self._open()
-        self._namespace.watch(f"closing {self._path}", self._limit_s, writer.close)
-        length = length_told()
-        if length is None:
-            length = self._namespace.status(self._path).length
-        if length != self._written:
-            raise StoreUnavailable(f"{self._path}: wrote {self._written}, has {length} bytes")
-        self._writer = None
-        return length
-
-    def abort(self) -> None:
-        if self._writer is None:
-            return
-        self._writer = None
-        with contextlib.suppress(YardError):
-            self._namespace.delete(self._path)
-
-    def _open(self) -> FileWriter:
-        if self._writer is None:
-            raise ValueError(f"{self._path} is closed")
-        return self._writer
+    def leave(self) -> None:
+        """hdfs-native has no call for it."""
 
 
 def _write_copies(writer: FileWriter, data: memoryview) -> None:
@@ -314,32 +271,7 @@ def _write_copies(writer: FileWriter, data: memoryview) -> None:
         writer.write(bytes(data[start : start + _COPY_BYTES]))
 
 
-class _BlockTooSmall(Unsupported):
-    """A file was to have smaller blocks than the NameNode allows."""
-
-
-class _NotEmpty(Conflict):
-    """A folder with something in it cannot be deleted."""
-
-
 _RPC_ERROR = re.compile(r'(?:Fatal)?RPCError\("(?:[\w.]+\.)?(\w+)", "(.*)', re.DOTALL)
-_LINE_END = re.compile(r"\n|\\n")
-_RUNNING = re.compile(r"There are (\d+) datanode\(s\) running and (\d+|no) node\(s\) are excluded")
-_BY_JAVA_CLASS: dict[str, type[YardError]] = {
-    "FileNotFoundException": FileMissing,
-    "ParentNotDirectoryException": FileMissing,
-    "PathIsNotEmptyDirectoryException": _NotEmpty,
-    "FileAlreadyExistsException": AlreadyThere,
-    "AlreadyBeingCreatedException": AlreadyThere,
-    "AccessControlException": NotAllowed,
-    "AuthorizationException": NotAllowed,
-    "NSQuotaExceededException": StoreFull,
-    "DSQuotaExceededException": StoreFull,
-    "QuotaByStorageTypeExceededException": StoreFull,
-    "MaxDirectoryItemsExceededException": StoreFull,
-    "HadoopIllegalArgumentException": Unsupported,
-    "UnsupportedOperationException": Unsupported,
-}
 _BY_PYTHON_CLASS: tuple[tuple[type[Exception], type[YardError]], ...] = (
     (FileNotFoundError, FileMissing),
     (FileExistsError, AlreadyThere),
@@ -351,25 +283,18 @@ _LOGIN_ERRORS = ("SASLError", "GSSAPIError", "NoSASLMechanism")
 def _translated(doing: str, why: Exception) -> YardError:
     """hdfs-native's errors as the error tree: it says Java's class and message as text."""
     text = str(why)
+    if rpc := _RPC_ERROR.match(text):
+        return remote.error(doing, rpc[1], rpc[2])
     kind: type[YardError] = StoreUnavailable
     for python_class, meant in _BY_PYTHON_CLASS:
         if isinstance(why, python_class):
             kind = meant
-    if rpc := _RPC_ERROR.match(text):
-        kind = _BY_JAVA_CLASS.get(rpc[1], StoreUnavailable)
-        text = f"{rpc[1]}: {rpc[2]}"
-        if "replication factor" in text or "less than configured minimum" in text:
-            kind = _BlockTooSmall if "min-block-size" in text else Unsupported
-        running = _RUNNING.search(text)
-        if running and int(running[1]) > int(running[2].replace("no", "0")):
-            kind = StoreFull
-    elif "encryption zone" in text:
+    if "encryption zone" in text:
         kind = Unsupported
     elif text.startswith(_LOGIN_ERRORS):
         kind = NotAllowed
         text = f"{text}; is there a Kerberos ticket (kinit)?"
-    first_line = _LINE_END.split(text, maxsplit=1)[0]
-    return kind(f"{doing}: {first_line[:500]}")
+    return kind(f"{doing}: {remote.first_line(text)}")
 
 
 _user_lock = threading.Lock()

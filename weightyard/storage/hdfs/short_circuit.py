@@ -21,7 +21,8 @@ from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs import wire
 from weightyard.storage.hdfs.lookup import Lookup
 from weightyard.storage.hdfs.pieces import Piece, one_of
-from weightyard.storage.hdfs.wire import BlockAccess, Malformed, Status
+from weightyard.storage.hdfs.protobuf import Malformed, parse_varint
+from weightyard.storage.hdfs.wire import BlockAccess, Status
 from weightyard.storage.store import ReadPath, Replica, Served
 
 _log = Log(__name__)
@@ -179,7 +180,7 @@ def _receive_message(asked: socket.socket) -> bytes:
     prefix = b""
     while not prefix or (prefix[-1] & 0x80 and len(prefix) < 10):
         prefix += _receive(asked, 1)
-    length, _ = wire.parse_varint(prefix, 0)
+    length, _ = parse_varint(prefix, 0)
     if length > wire.MAX_RESPONSE_BYTES:
         raise Malformed(f"an answer of {length} bytes")
     return _receive(asked, length)

@@ -26,6 +26,7 @@ from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.configuration import Cluster
 from weightyard.storage.hdfs.datanode import DataNodeReader
 from weightyard.storage.hdfs.diagnosis import Diagnosis
+from weightyard.storage.hdfs.direct_writes import DirectWrites
 from weightyard.storage.hdfs.fallbacks import (
     Fallback,
     LibhdfsReads,
@@ -34,9 +35,11 @@ from weightyard.storage.hdfs.fallbacks import (
     WhenNeeded,
 )
 from weightyard.storage.hdfs.namenode import Locator, NameNode
-from weightyard.storage.hdfs.native import Namespace, Writing
+from weightyard.storage.hdfs.native import Namespace
 from weightyard.storage.hdfs.reading import Reading
 from weightyard.storage.hdfs.short_circuit import ShortCircuit
+from weightyard.storage.hdfs.sink import Way
+from weightyard.storage.hdfs.writing import Writing, create
 from weightyard.storage.store import (
     Again,
     FileOptions,
@@ -84,14 +87,20 @@ class HdfsStore(Store):
         *,
         read_paths: Sequence[ReadPath] = READ_PATHS,
         locator: Locator | None = None,
+        writes_directly: bool = True,
     ) -> None:
-        """`read_paths`: the ways that may be used; `locator`: who to ask instead of a NameNode."""
+        """`read_paths`: the ways that may be used; `locator`: who to ask instead of a NameNode.
+
+        `writes_directly`: whether to send new files to DataNodes where they let one.
+        """
         self.url = url
         self._settings = settings or Settings()
         self._cluster = Cluster.of(url, self._settings)
         self._lock = threading.Lock()
         self._namenode_used: NameNode | None = None
         self._namespace_used: Namespace | None = None
+        self._writes_directly = writes_directly
+        self._direct_writes_used: DirectWrites | None = None
         self._locator = locator
         self._diagnosis = Diagnosis(self._locate, self._data_node_reader())
         self._reading = self._reading_by(read_paths)
@@ -113,8 +122,13 @@ class HdfsStore(Store):
 
     def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
         options = options or FileOptions()
-        writing = self._namespace.create(
-            self._cluster.at(path), self._folder_mode(), options.replication, options.planned_bytes
+        writing = create(
+            self._namespace,
+            self._ways_to_write(),
+            self._cluster.at(path),
+            self._folder_mode(),
+            options.replication,
+            options.planned_bytes,
         )
         is_counted = options.counts_replicas and self._locator is None
         stage = _HdfsStage(path, writing, self._spread if is_counted else None)
@@ -212,6 +226,8 @@ class HdfsStore(Store):
             self._namenode_used.close()
         if self._namespace_used is not None:
             self._namespace_used.close()
+        if self._direct_writes_used is not None:
+            self._direct_writes_used.close()
 
     @property
     def _namenode(self) -> NameNode:
@@ -227,6 +243,16 @@ class HdfsStore(Store):
             if self._namespace_used is None:
                 self._namespace_used = Namespace(self._cluster, limit_s=self._settings.deadline_s)
             return self._namespace_used
+
+    def _ways_to_write(self) -> Sequence[Way]:
+        """The best first."""
+        if not self._writes_directly:
+            return [self._namespace.create]
+        with self._lock:
+            if self._direct_writes_used is None:
+                limit_s = self._settings.deadline_s
+                self._direct_writes_used = DirectWrites(self._cluster, limit_s=limit_s)
+        return [self._direct_writes_used.create, self._namespace.create]
 
     @property
     def _root(self) -> str:

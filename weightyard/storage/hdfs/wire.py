@@ -1,4 +1,4 @@
-"""The few messages of HDFS's data transfer protocol that a read needs, as bytes.
+"""The few messages of HDFS's data transfer protocol that reads and writes need, as bytes.
 
 Hadoop's `datatransfer.proto`, `hdfs.proto` and `Security.proto` define them. Pure: no sockets here.
 Whatever does not parse is Malformed.
@@ -10,16 +10,28 @@ import base64
 import binascii
 import enum
 import struct
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-from weightyard.errors import StoreUnavailable
+from weightyard.storage.hdfs.protobuf import (
+    FIXED32,
+    FIXED64,
+    VARINT,
+    Malformed,
+    bytes_field,
+    delimited,
+    fields,
+    varint_field,
+)
 
 TRANSFER_VERSION = 28
+WRITE_BLOCK = 80
 READ_BLOCK = 81
 REQUEST_DESCRIPTORS = 87
 _DESCRIPTORS_VERSION = 1
+_NEW_BLOCK = 6
+_CRC32C = 2
 
 MAX_RESPONSE_BYTES = 64 * 1024
 """An answer carries a status and a line of text; more is not an answer."""
@@ -36,15 +48,9 @@ PACKET_HEADER_BYTES = 4 + 2 + 25
 """Two lengths and the four required fields of a header, all of fixed width."""
 
 _MAX_HEADER_PROTO_BYTES = 64
-_U64 = (1 << 64) - 1
-_VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 _LENGTHS = struct.Struct(">IH")
 _HEADER = struct.Struct("<BqBqBBBi")
-_HEADER_TAGS = (1 << 3 | _FIXED64, 2 << 3 | _FIXED64, 3 << 3 | _VARINT, 4 << 3 | _FIXED32)
-
-
-class Malformed(StoreUnavailable):
-    """The other side sent bytes that are not the protocol."""
+_HEADER_TAGS = (1 << 3 | FIXED64, 2 << 3 | FIXED64, 3 << 3 | VARINT, 4 << 3 | FIXED32)
 
 
 class Status(enum.IntEnum):
@@ -78,16 +84,16 @@ class BlockToken:
             raw = base64.b64decode(text + "=" * (-len(text) % 4), altchars=b"-_", validate=True)
         except (binascii.Error, ValueError):
             raise Malformed("block token: not base64") from None
-        fields, position = [], 0
+        parts, position = [], 0
         for _ in range(4):
             length, position = _read_hadoop_vint(raw, position)
             if not 0 <= length <= len(raw) - position:
                 raise Malformed("block token: a field is longer than the token")
-            fields.append(raw[position : position + length])
+            parts.append(raw[position : position + length])
             position += length
         if position != len(raw):
             raise Malformed("block token: bytes after its end")
-        identifier, password, kind, service = fields
+        identifier, password, kind, service = parts
         try:
             return cls(identifier, password, kind.decode(), service.decode())
         except UnicodeDecodeError:
@@ -103,7 +109,7 @@ class BlockToken:
             return None
         if raw[0] <= 127:
             try:
-                expires = next((value for number, value in _fields(raw) if number == 1), None)
+                expires = next((value for number, value in fields(raw) if number == 1), None)
             except Malformed:
                 return None
             return expires / 1000 if isinstance(expires, int) else None
@@ -113,8 +119,8 @@ class BlockToken:
         return int.from_bytes(raw[1 : 1 + length], "big") / 1000
 
     def to_url_string(self) -> str:
-        fields = (self.identifier, self.password, self.kind.encode(), self.service.encode())
-        raw = b"".join(_hadoop_vint(len(part)) + part for part in fields)
+        parts = (self.identifier, self.password, self.kind.encode(), self.service.encode())
+        raw = b"".join(_hadoop_vint(len(part)) + part for part in parts)
         return base64.urlsafe_b64encode(raw).rstrip(b"=").decode()
 
 
@@ -138,6 +144,8 @@ class Response:
 
     status: int
     message: str
+    bad_datanode: str
+    """Which DataNode behind this one does not take part; empty: all do."""
     first_offset: int
     """Where in the block the first packet begins: at a checksum boundary."""
     checksum_type: int
@@ -153,46 +161,99 @@ class Packet(NamedTuple):
     data_bytes: int
 
 
+class Storage(Protocol):
+    """Where on a DataNode a copy is to lie, as the NameNode says it."""
+
+    @property
+    def described(self) -> bytes: ...
+    @property
+    def storage_type(self) -> int: ...
+    @property
+    def storage(self) -> str: ...
+
+
 def read_request(block: BlockAccess, client: str, offset: int, length: int) -> bytes:
     """Ask for bytes of a block without their CRCs: a block's own checksums cover them."""
-    header = _bytes_field(1, _base(block)) + _bytes_field(2, client.encode())
+    header = bytes_field(1, _base(block)) + bytes_field(2, client.encode())
     message = (
-        _bytes_field(1, header)
-        + _varint_field(2, offset)
-        + _varint_field(3, length)
-        + _varint_field(4, False)
+        bytes_field(1, header)
+        + varint_field(2, offset)
+        + varint_field(3, length)
+        + varint_field(4, False)
     )
     return _request(READ_BLOCK, message)
 
 
 def descriptors_request(block: BlockAccess) -> bytes:
     """Ask, on a UNIX socket, for the open file of a block's replica."""
-    message = _bytes_field(1, _base(block)) + _varint_field(2, _DESCRIPTORS_VERSION)
+    message = bytes_field(1, _base(block)) + varint_field(2, _DESCRIPTORS_VERSION)
     return _request(REQUEST_DESCRIPTORS, message)
+
+
+def write_request(
+    block: BlockAccess, client: str, targets: Sequence[Storage], checksum_bytes: int
+) -> bytes:
+    """Begin a block on the first of its DataNodes, which begins it on the others."""
+    header = bytes_field(1, _base(block)) + bytes_field(2, client.encode())
+    first, *others = targets
+    message = (
+        bytes_field(1, header)
+        + b"".join(bytes_field(2, one.described) for one in others)
+        + varint_field(4, _NEW_BLOCK)
+        + varint_field(5, len(targets))
+        + varint_field(6, 0)
+        + varint_field(7, 0)
+        + varint_field(8, block.generation)
+        + bytes_field(9, varint_field(1, _CRC32C) + varint_field(2, checksum_bytes))
+        + varint_field(11, first.storage_type)
+        + b"".join(varint_field(12, one.storage_type) for one in others)
+        + bytes_field(16, first.storage.encode())
+        + b"".join(bytes_field(17, one.storage.encode()) for one in others)
+    )
+    return _request(WRITE_BLOCK, message)
+
+
+def parse_ack(message: bytes) -> tuple[int, tuple[int, ...]]:
+    """Decode a PipelineAckProto: which packet, and what every DataNode says to it, in order."""
+    sequence: int | None = None
+    said: list[int] = []
+    for number, value in fields(message):
+        match number, value:
+            case 1, int():
+                sequence = value >> 1 ^ -(value & 1)
+            case 2, int():
+                said.append(value)
+            case 2, bytes():  # several in one field
+                said.extend(value)
+    if sequence is None or not said:
+        raise Malformed("an acknowledgement of nothing")
+    return sequence, tuple(said)
 
 
 def read_done() -> bytes:
     """The client's last word on a read, after which the connection serves the next one."""
-    message = _varint_field(1, Status.SUCCESS)
-    return varint(len(message)) + message
+    message = varint_field(1, Status.SUCCESS)
+    return delimited(message)
 
 
 def parse_response(message: bytes) -> Response:
     """Decode a BlockOpResponseProto."""
-    status, text, first_offset, checksum_type = -1, "", 0, 0
-    for number, value in _fields(message):
+    status, text, bad_datanode, first_offset, checksum_type = -1, "", "", 0, 0
+    for number, value in fields(message):
         match number, value:
             case 1, int():
                 status = value
+            case 2, bytes():
+                bad_datanode = value.decode("utf-8", "replace")
             case 4, bytes():
                 first_offset, checksum_type = _parse_checksum_info(value)
             case 5, bytes():
                 text = value.decode("utf-8", "replace")
-            case ((1 | 4 | 5), _):
+            case ((1 | 2 | 4 | 5), _):
                 raise Malformed("response: a field of another type")
     if status < 0:
         raise Malformed("response without a status")
-    return Response(status, text, first_offset, checksum_type)
+    return Response(status, text, bad_datanode, first_offset, checksum_type)
 
 
 def parse_packet_lengths(head: bytes | bytearray) -> int:
@@ -219,64 +280,46 @@ def parse_packet(head: bytes | bytearray) -> Packet:
     return Packet(offset, sequence, bool(is_last), data_bytes)
 
 
-def packet_header(packet: Packet) -> bytes:
-    """Encode a header as a DataNode does; for those who play its part."""
+def packet_header(packet: Packet, checksums_bytes: int = 0) -> bytes:
+    """Encode the header of a packet, in which checksums come before the data."""
     tag1, tag2, tag3, tag4 = _HEADER_TAGS
-    return _LENGTHS.pack(packet.data_bytes + 4, _HEADER.size) + _HEADER.pack(
+    length = packet.data_bytes + checksums_bytes + 4
+    return _LENGTHS.pack(length, _HEADER.size) + _HEADER.pack(
         tag1, packet.offset, tag2, packet.sequence, tag3, packet.is_last, tag4, packet.data_bytes
     )
 
 
-def varint(value: int) -> bytes:
-    """Protobuf's base-128 encoding of a number that is not negative."""
-    encoded = bytearray()
-    while value > 0x7F:
-        encoded.append(value & 0x7F | 0x80)
-        value >>= 7
-    encoded.append(value)
-    return bytes(encoded)
-
-
-def parse_varint(data: bytes, position: int) -> tuple[int, int]:
-    """The number at a position, and where the next thing begins."""
-    value = 0
-    for index in range(10):
-        if position + index >= len(data):
-            raise Malformed("a number is cut off")
-        byte = data[position + index]
-        value |= (byte & 0x7F) << (7 * index)
-        if byte < 0x80:
-            return value & _U64, position + index + 1
-    raise Malformed("a number of more than ten bytes")
-
-
 def _request(operation: int, message: bytes) -> bytes:
-    return struct.pack(">HB", TRANSFER_VERSION, operation) + varint(len(message)) + message
+    return struct.pack(">HB", TRANSFER_VERSION, operation) + delimited(message)
+
+
+def extended_block(block: BlockAccess) -> bytes:
+    """Which block, as every request says it."""
+    return (
+        bytes_field(1, block.pool.encode())
+        + varint_field(2, block.block)
+        + varint_field(3, block.generation)
+        + varint_field(4, block.length)
+    )
 
 
 def _base(block: BlockAccess) -> bytes:
-    """Which block, and the right to read it, as every request says it."""
-    extended_block = (
-        _bytes_field(1, block.pool.encode())
-        + _varint_field(2, block.block)
-        + _varint_field(3, block.generation)
-        + _varint_field(4, block.length)
-    )
+    """Which block, and the right to it."""
     token = (
-        _bytes_field(1, block.token.identifier)
-        + _bytes_field(2, block.token.password)
-        + _bytes_field(3, block.token.kind.encode())
-        + _bytes_field(4, block.token.service.encode())
+        bytes_field(1, block.token.identifier)
+        + bytes_field(2, block.token.password)
+        + bytes_field(3, block.token.kind.encode())
+        + bytes_field(4, block.token.service.encode())
     )
-    return _bytes_field(1, extended_block) + _bytes_field(2, token)
+    return bytes_field(1, extended_block(block)) + bytes_field(2, token)
 
 
 def _parse_checksum_info(message: bytes) -> tuple[int, int]:
     first_offset, checksum_type = -1, -1
-    for number, value in _fields(message):
+    for number, value in fields(message):
         match number, value:
             case 1, bytes():
-                for inner, kind in _fields(value):
+                for inner, kind in fields(value):
                     if inner == 1 and isinstance(kind, int):
                         checksum_type = kind
             case 2, int():
@@ -284,37 +327,6 @@ def _parse_checksum_info(message: bytes) -> tuple[int, int]:
     if first_offset < 0 or checksum_type < 0:
         raise Malformed("checksum information is not complete")
     return first_offset, checksum_type
-
-
-def _fields(message: bytes) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protobuf message, in order; fixed-width ones as bytes."""
-    position = 0
-    while position < len(message):
-        tag, position = parse_varint(message, position)
-        number, kind = tag >> 3, tag & 7
-        if kind == _VARINT:
-            value, position = parse_varint(message, position)
-            yield number, value
-            continue
-        if kind == _BYTES:
-            length, position = parse_varint(message, position)
-        elif kind in (_FIXED64, _FIXED32):
-            length = 8 if kind == _FIXED64 else 4
-        else:
-            raise Malformed(f"field of unknown kind {kind}")
-        if length > len(message) - position:
-            raise Malformed("a field is longer than its message")
-        yield number, message[position : position + length]
-        position += length
-
-
-def _varint_field(number: int, value: int) -> bytes:
-    # Block ids may be negative; on the wire they are the same 64 bits without a sign.
-    return varint(number << 3 | _VARINT) + varint(value & _U64)
-
-
-def _bytes_field(number: int, value: bytes) -> bytes:
-    return varint(number << 3 | _BYTES) + varint(len(value)) + value
 
 
 def _hadoop_vint(value: int) -> bytes:

@@ -1,0 +1,71 @@
+"""What a NameNode refuses, as the error tree: it names a Java class and says why in a line."""
+
+from __future__ import annotations
+
+import re
+
+from weightyard.errors import (
+    AlreadyThere,
+    Conflict,
+    FileMissing,
+    NotAllowed,
+    StoreFull,
+    StoreUnavailable,
+    Unsupported,
+    YardError,
+)
+
+_LINE_END = re.compile(r"\n|\\n")
+_MAX_LINE_CHARS = 500
+_RUNNING = re.compile(r"There are (\d+) datanode\(s\) running and (\d+|no) node\(s\) are excluded")
+
+
+class BlockTooSmall(Unsupported):
+    """A file was to have smaller blocks than the NameNode allows."""
+
+
+class NotEmpty(Conflict):
+    """A folder with something in it cannot be deleted."""
+
+
+class NotActive(StoreUnavailable):
+    """The NameNode is on standby; the other one is to be asked."""
+
+
+class NotYet(StoreUnavailable):
+    """The block before is not on enough DataNodes yet, by what they have told."""
+
+
+_BY_JAVA_CLASS: dict[str, type[YardError]] = {
+    "FileNotFoundException": FileMissing,
+    "ParentNotDirectoryException": FileMissing,
+    "PathIsNotEmptyDirectoryException": NotEmpty,
+    "FileAlreadyExistsException": AlreadyThere,
+    "AlreadyBeingCreatedException": AlreadyThere,
+    "AccessControlException": NotAllowed,
+    "AuthorizationException": NotAllowed,
+    "StandbyException": NotActive,
+    "NotReplicatedYetException": NotYet,
+    "NSQuotaExceededException": StoreFull,
+    "DSQuotaExceededException": StoreFull,
+    "QuotaByStorageTypeExceededException": StoreFull,
+    "MaxDirectoryItemsExceededException": StoreFull,
+    "HadoopIllegalArgumentException": Unsupported,
+    "UnsupportedOperationException": Unsupported,
+}
+
+
+def error(doing: str, java_class: str, message: str) -> YardError:
+    """The error for an exception of Java's: its class without the package, and what it says."""
+    kind = _BY_JAVA_CLASS.get(java_class, StoreUnavailable)
+    if "replication factor" in message or "less than configured minimum" in message:
+        kind = BlockTooSmall if "min-block-size" in message else Unsupported
+    running = _RUNNING.search(message)
+    if running and int(running[1]) > int(running[2].replace("no", "0")):
+        kind = StoreFull
+    return kind(f"{doing}: {first_line(f'{java_class}: {message}')}")
+
+
+def first_line(text: str) -> str:
+    """Without the stack trace that follows it, and not endless."""
+    return _LINE_END.split(text, maxsplit=1)[0][:_MAX_LINE_CHARS]

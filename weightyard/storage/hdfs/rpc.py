@@ -1,0 +1,235 @@
+"""Calls to the active NameNode by Hadoop's RPC, of clusters that take a user's word for his name.
+
+hdfs-native makes all others, and speaks Kerberos. Here are those of a direct write, which it does
+not offer. Why: docs/design/0010-direct-writes.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import struct
+import threading
+import uuid
+from collections import deque
+from collections.abc import Sequence
+
+from weightyard.errors import DataNodeFailed, DeadlineExceeded, StoreUnavailable, Unsupported
+from weightyard.storage.deadline import Deadline
+from weightyard.storage.hdfs import remote
+from weightyard.storage.hdfs.lookup import Lookup
+from weightyard.storage.hdfs.protobuf import (
+    Malformed,
+    bytes_field,
+    delimited,
+    fields,
+    parse_varint,
+    signed_field,
+    varint_field,
+)
+
+_PROTOCOL = b"org.apache.hadoop.hdfs.protocol.ClientProtocol"
+_GREETING = b"hrpc" + bytes((9, 0, 0))  # version, class of service, no SASL
+_BY_PROTOBUF = 2
+_FINAL = 0
+_CONNECTING = -3  # the call number of what is said on connecting
+_MAX_ANSWER_BYTES = 1024 * 1024
+_MOST_IDLE = 16
+_ROUNDS = 2
+_LENGTH = struct.Struct(">I")
+
+
+class NotServed(Unsupported):
+    """The NameNode does not talk to who cannot prove a name, or not by this protocol."""
+
+
+class NameNodeCalls:
+    """Calls of ClientProtocol. Thread-safe; each uses its caller's thread and is bounded.
+
+    A call whose answer was lost is made again with its number, by which a NameNode, and the one
+    that takes over from it, knows that it was made already.
+    """
+
+    def __init__(self, namenodes: Sequence[str], user: str, *, answer_s: float) -> None:
+        """`namenodes`: the `host:port` of each."""
+        self._namenodes = namenodes
+        self._answer_s = answer_s
+        self._caller = uuid.uuid4().bytes
+        self._greeting = _GREETING + _framed(
+            delimited(_header(self._caller, _CONNECTING, -1))
+            + delimited(bytes_field(2, bytes_field(1, user.encode())) + bytes_field(3, _PROTOCOL))
+        )
+        self._numbers = itertools.count()
+        self._lookup = Lookup()
+        self._lock = threading.Lock()
+        self._asked = 0  # which NameNode
+        self._idle: deque[_Connection] = deque()
+        self._is_closed = False
+
+    def call(self, doing: str, method: str, message: bytes) -> bytes:
+        """The answer's message.
+
+        Raises what `remote.error` makes of the NameNode's refusal, NotServed, StoreUnavailable.
+        """
+        deadline, number = Deadline.after(self._answer_s), next(self._numbers)
+        what = bytes_field(1, method.encode()) + bytes_field(2, _PROTOCOL) + varint_field(3, 1)
+        failed: StoreUnavailable | None = None
+        for attempt in range(_ROUNDS * len(self._namenodes) + 1):
+            asked = self._asked
+            namenode = self._namenodes[asked]
+            header = _header(self._caller, number, attempt)
+            request = _framed(delimited(header) + delimited(what) + delimited(message))
+            try:
+                return self._ask(namenode, number, request, doing, deadline)
+            except DeadlineExceeded:
+                failed = StoreUnavailable(f"{doing}: no answer for {self._answer_s:.1f} s")
+                break
+            except remote.NotActive as why:
+                failed = why
+            except (OSError, Malformed) as why:
+                failed = StoreUnavailable(f"{doing}: NameNode {namenode}: {why}")
+            finally:
+                if failed is not None:
+                    self._ask_next(asked)
+        assert failed is not None
+        raise failed
+
+    def close(self) -> None:
+        with self._lock:
+            self._is_closed = True
+            ended, self._idle = self._idle, deque()
+        for connection in ended:
+            connection.close()
+        self._lookup.close()
+
+    def _ask(
+        self, namenode: str, number: int, request: bytes, doing: str, deadline: Deadline
+    ) -> bytes:
+        connection = self._reuse(namenode) or self._connect(namenode, doing, deadline)
+        try:
+            refusal, answer = connection.ask(number, request, doing, deadline)
+        except BaseException:
+            connection.close()
+            raise
+        self._keep(connection)
+        if refusal is not None:
+            raise refusal
+        return answer
+
+    def _connect(self, namenode: str, doing: str, deadline: Deadline) -> _Connection:
+        try:
+            addresses = self._lookup.addresses(namenode, deadline.left(doing))
+        except DataNodeFailed as why:
+            raise OSError(why.reason) from why
+        failed: OSError = OSError("it has no address")
+        for index, (family, kind, protocol, _, address) in enumerate(addresses):
+            opened = socket.socket(family, kind, protocol)
+            try:
+                opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                opened.settimeout(deadline.left(doing) / (len(addresses) - index))
+                opened.connect(address)
+                opened.sendall(self._greeting)
+            except BaseException as why:
+                opened.close()
+                if not isinstance(why, OSError):
+                    raise
+                failed = why
+            else:
+                return _Connection(namenode, opened)
+        raise failed
+
+    def _reuse(self, namenode: str) -> _Connection | None:
+        with self._lock:
+            found = next((one for one in reversed(self._idle) if one.namenode == namenode), None)
+            if found is not None:
+                self._idle.remove(found)
+        return found
+
+    def _keep(self, connection: _Connection) -> None:
+        with self._lock:
+            self._idle.append(connection)
+            ended = []
+            while len(self._idle) > (0 if self._is_closed else _MOST_IDLE):
+                ended.append(self._idle.popleft())
+        for one in ended:
+            one.close()
+
+    def _ask_next(self, asked: int) -> None:
+        """Another NameNode from now on; and no connection to this one that may have ended too."""
+        with self._lock:
+            if self._asked == asked:
+                self._asked = (asked + 1) % len(self._namenodes)
+            ended, self._idle = self._idle, deque()
+        for one in ended:
+            one.close()
+
+
+class _Connection:
+    """A socket to a NameNode, on which calls follow each other."""
+
+    def __init__(self, namenode: str, opened: socket.socket) -> None:
+        self.namenode = namenode
+        self._socket = opened
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def ask(
+        self, number: int, request: bytes, doing: str, deadline: Deadline
+    ) -> tuple[Exception | None, bytes]:
+        """Whether the call was refused, and what was answered. After an error: of no more use."""
+        self._socket.settimeout(deadline.left(doing))
+        self._socket.sendall(request)
+        (length,) = _LENGTH.unpack(self._receive(_LENGTH.size, doing, deadline))
+        if length > _MAX_ANSWER_BYTES:
+            raise Malformed(f"an answer of {length} bytes")
+        return _parse_answer(self._receive(length, doing, deadline), number, doing)
+
+    def _receive(self, wanted: int, doing: str, deadline: Deadline) -> bytes:
+        parts = []
+        while wanted:
+            self._socket.settimeout(deadline.left(doing))
+            part = self._socket.recv(wanted)
+            if not part:
+                raise OSError("closed the connection")
+            parts.append(part)
+            wanted -= len(part)
+        return b"".join(parts)
+
+
+def _parse_answer(frame: bytes, number: int, doing: str) -> tuple[Exception | None, bytes]:
+    length, position = parse_varint(frame, 0)
+    header = frame[position : position + length]
+    answered, status, java_class, message = -1, -1, "", ""
+    for field, value in fields(header):
+        match field, value:
+            case 1, int():
+                answered = value
+            case 2, int():
+                status = value
+            case 4, bytes():
+                java_class = value.decode("utf-8", "replace").rpartition(".")[2]
+            case 5, bytes():
+                message = value.decode("utf-8", "replace")
+    if status == 2:  # and it hangs up
+        raise NotServed(f"{doing}: {remote.first_line(f'{java_class}: {message}')}")
+    if answered != number or status not in (0, 1):
+        raise Malformed(f"an answer to call {answered} with status {status}")
+    if status:
+        return remote.error(doing, java_class, message), b""
+    length, position = parse_varint(frame, position + len(header))
+    return None, frame[position : position + length]
+
+
+def _header(caller: bytes, number: int, attempt: int) -> bytes:
+    return (
+        varint_field(1, _BY_PROTOBUF)
+        + varint_field(2, _FINAL)
+        + signed_field(3, number)
+        + bytes_field(4, caller)
+        + signed_field(5, attempt)
+    )
+
+
+def _framed(body: bytes) -> bytes:
+    return _LENGTH.pack(len(body)) + body
