@@ -23,10 +23,12 @@ def field(number: int, value: int | bytes) -> bytes:
     return varint(number << 3 | 2) + varint(len(value)) + value
 
 
-def response(status: int, first_offset: int = 0, text: bytes = b"") -> bytes:
+def response(
+    status: int, first_offset: int = 0, text: bytes = b"", bad_datanode: bytes = b""
+) -> bytes:
     checksum = field(1, 0) + field(2, 512)
     info = field(1, checksum) + field(2, first_offset)
-    return field(1, status) + field(4, info) + field(5, text)
+    return field(1, status) + field(2, bad_datanode) + field(4, info) + field(5, text)
 
 
 @given(_FIELDS, _FIELDS, st.text(max_size=200), st.text(max_size=200))
@@ -66,10 +68,10 @@ def test_a_packet_header_survives_its_encoding(offset: int, sequence: int, lengt
         assert wire.parse_packet(header) == packet
 
 
-@given(st.integers(0, 13), st.integers(0, 2**62), st.text(max_size=200))
-def test_a_response_is_understood(status: int, first_offset: int, text: str) -> None:
-    parsed = wire.parse_response(response(status, first_offset, text.encode()))
-    assert parsed == wire.Response(status, text, first_offset, 0)
+@given(st.integers(0, 13), st.integers(0, 2**62), st.text(max_size=200), st.text(max_size=50))
+def test_a_response_is_understood(status: int, first_offset: int, text: str, bad: str) -> None:
+    parsed = wire.parse_response(response(status, first_offset, text.encode(), bad.encode()))
+    assert parsed == wire.Response(status, text, bad, first_offset, 0)
 
 
 def test_a_negative_block_id_goes_out_as_its_64_bits() -> None:

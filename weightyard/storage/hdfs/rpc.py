@@ -73,7 +73,7 @@ class NameNodeCalls:
         """
         deadline, number = Deadline.after(self._answer_s), next(self._numbers)
         what = bytes_field(1, method.encode()) + bytes_field(2, _PROTOCOL) + varint_field(3, 1)
-        failed: StoreUnavailable | None = None
+        failed = StoreUnavailable(f"{doing}: no NameNode was asked")
         for attempt in range(_ROUNDS * len(self._namenodes) + 1):
             asked = self._asked
             namenode = self._namenodes[asked]
@@ -82,16 +82,13 @@ class NameNodeCalls:
             try:
                 return self._ask(namenode, number, request, doing, deadline)
             except DeadlineExceeded:
-                failed = StoreUnavailable(f"{doing}: no answer for {self._answer_s:.1f} s")
-                break
+                self._ask_next(asked)
+                raise StoreUnavailable(f"{doing}: no answer for {self._answer_s:.1f} s") from None
             except remote.NotActive as why:
                 failed = why
             except (OSError, Malformed) as why:
                 failed = StoreUnavailable(f"{doing}: NameNode {namenode}: {why}")
-            finally:
-                if failed is not None:
-                    self._ask_next(asked)
-        assert failed is not None
+            self._ask_next(asked)
         raise failed
 
     def close(self) -> None:
