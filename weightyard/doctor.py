@@ -222,6 +222,7 @@ def _read_paths(url: str, settings: Settings) -> Iterator[Finding]:
 
     with HdfsStore(url, settings) as store:
         ways = store.probe()
+        why_not_written = store.why_not_written_directly()
     working = [way for way, why_not in ways.items() if why_not is None]
     said = "; ".join(f"{way}: {why_not or 'works'}" for way, why_not in ways.items())
     if not working:
@@ -235,6 +236,14 @@ def _read_paths(url: str, settings: Settings) -> Iterator[Finding]:
             "read path",
             f"reads go by {working[0]}, not directly. {said}",
             "direct reads need the DataNodes' transfer port and no SASL or encryption zone",
+        )
+    if why_not_written is None:
+        yield _ok("write path", "new files are sent straight to DataNodes")
+    else:
+        yield _warn(
+            "write path",
+            f"new files go by hdfs-native, which takes twice the CPU: {why_not_written}",
+            "nothing to do; direct writes need plain transfers and no Kerberos",
         )
 
 

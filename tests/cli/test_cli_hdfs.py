@@ -233,6 +233,7 @@ def test_doctor_says_which_way_bytes_come_and_who_can_read_them(hdfs: Cli, base:
     findings = hdfs.json("doctor")["findings"]
     found = {one["check"]: one for one in findings}
     assert found["read path"]["message"].startswith("reads are direct")
+    assert found["write path"]["state"] == "ok"
     assert found["isolation"]["state"] == "ok"
     assert "0750" in found["permissions"]["message"]
     assert {"hdfs", "webhdfs", "kerberos", "encryption", "binding", "clock"} <= found.keys()

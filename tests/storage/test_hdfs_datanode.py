@@ -344,7 +344,7 @@ def test_ten_thousand_damaged_answers_are_errors_that_name_the_datanode_or_all_b
     reader: DataNodeReader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     connected: list[socket.socket] = []  # pairs, which are quicker than connections
-    monkeypatch.setattr("weightyard.storage.hdfs.datanode._connected", lambda *_: connected.pop())
+    monkeypatch.setattr("weightyard.storage.hdfs.sockets.connected", lambda *_: connected.pop())
     chance = random.Random(4)
     begin = len(message()) + wire.PACKET_HEADER_BYTES
     heads = [*range(begin), *range(begin + 1024, len(_GOOD))]  # all but the data itself

@@ -77,6 +77,8 @@ def test_doctor_names_encryption_whether_or_not_the_client_knows(
     assert "SASL or encryption" in findings["encryption"].message
     assert findings["read path"].state == "warn", findings["read path"].message
     assert "reads go by hdfs-native, not directly" in findings["read path"].message
+    assert findings["write path"].state == "warn"
+    assert "encrypt" in findings["write path"].message
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +123,7 @@ def test_in_an_encryption_zone_no_ciphertext_is_handed_out_and_doctor_says_why(
         assert list(store.list(StorePath("staging"))) == []
     findings = {finding.check: finding for finding in examine(url, settings=settings)}
     assert "encryption zone" in findings["encryption"].message
+    assert store.why_not_written_directly() is not None
 
 
 def make_zone(cluster: MiniCluster, path: str) -> None:

@@ -18,6 +18,7 @@ from weightyard.storage.hdfs.configuration import Cluster
 from weightyard.storage.hdfs.lookup import Lookup
 from weightyard.storage.hdfs.new_files import Defaults, NewBlock, NewFile, NewFiles, Target
 from weightyard.storage.hdfs.pipeline import BadDataNode, Pipeline, WantsNoWriter
+from weightyard.storage.hdfs.remote import MustBeEncrypted
 from weightyard.storage.hdfs.rpc import NameNodeCalls, NotServed
 from weightyard.storage.hdfs.sink import CannotWrite, Sink
 from weightyard.storage.hdfs.wire import BlockAccess
@@ -52,33 +53,34 @@ class DirectWrites:
         self._lookup = Lookup()
         self._lock = threading.Lock()
         self._avoided: dict[str, tuple[float, Target]] = {}
-        self._why_not = (
+        self.why_not = (
             "the configuration asks for SASL or encryption of transfers"
             if cluster.is_transfer_protected
             else "the configuration asks for Kerberos"
             if cluster.is_kerberos
             else None
         )
+        """Why files are not written this way; None: they are, as far as is known by now."""
         self._beats = _Beats()
 
     def create(
         self, path: str, mode: int, replication: int | None, block_bytes: int | None
     ) -> Sink:
         """Open a new file. Raises CannotWrite, and what the NameNode refuses."""
-        if self._why_not is not None:
-            raise CannotWrite(self._why_not)
+        if self.why_not is not None:
+            raise CannotWrite(self.why_not)
         try:
             defaults = self._defaults
             if defaults.encrypts_transfers:
                 raise self._given_up("DataNodes encrypt what they send")
             block_bytes = block_bytes or defaults.block_bytes
             file = self._files.create(path, mode, replication or defaults.replication, block_bytes)
-        except NotServed as why:
+        except (NotServed, MustBeEncrypted) as why:
             raise self._given_up(str(why)) from why
         if not file.is_plain:
             with suppress(YardError):  # it holds the name, for the way that is taken now
                 self._files.delete(file)
-            raise self._given_up(f"{path} is in an encryption zone or erasure-coded")
+            raise self._given_up(f"{path} is erasure-coded or encrypted")
         return _DirectFile(self, file, block_bytes)
 
     def begin_block(self, file: NewFile, previous: BlockAccess | None) -> Pipeline:
@@ -149,7 +151,7 @@ class DirectWrites:
     def _given_up(self, reason: str) -> CannotWrite:
         """Leave writing to others from now on."""
         _log.info("store.no_direct_writes", reason=reason)
-        self._why_not = reason
+        self.why_not = reason
         return CannotWrite(reason)
 
 

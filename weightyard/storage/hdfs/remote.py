@@ -28,6 +28,10 @@ class NotEmpty(Conflict):
     """A folder with something in it cannot be deleted."""
 
 
+class MustBeEncrypted(Unsupported):
+    """The folder is in an encryption zone: who writes there has to encrypt."""
+
+
 class NotActive(StoreUnavailable):
     """The NameNode is on standby; the other one is to be asked."""
 
@@ -44,6 +48,7 @@ _BY_JAVA_CLASS: dict[str, type[YardError]] = {
     "AlreadyBeingCreatedException": AlreadyThere,
     "AccessControlException": NotAllowed,
     "AuthorizationException": NotAllowed,
+    "UnknownCryptoProtocolVersionException": MustBeEncrypted,
     "StandbyException": NotActive,
     "NotReplicatedYetException": NotYet,
     "NSQuotaExceededException": StoreFull,

@@ -204,6 +204,14 @@ class HdfsStore(Store):
         finally:
             self.delete(layout.staging_folder(upload))
 
+    def why_not_written_directly(self) -> str | None:
+        """Why new files go by hdfs-native; None: they go straight to DataNodes, by what is known.
+
+        What is not in the configuration shows when a file is written, as a probe does.
+        """
+        used = self._direct_writes_used
+        return None if used is None else used.why_not
+
     def _put_probe(self, upload: UploadId, content: bytes) -> StagedFile:
         """A file that was not written at the first try is no finding yet: see docs/hdfs.md."""
         for attempt in range(_PROBES):
