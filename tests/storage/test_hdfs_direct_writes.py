@@ -269,3 +269,19 @@ def test_a_name_that_is_taken_stays_with_whoever_has_it(
     status = ask(cluster, "GET", f"{store.url}/{path}", op="GETFILESTATUS")["FileStatus"]
     assert isinstance(status, dict)
     assert status["length"] == 5
+
+
+@pytest.mark.cluster
+def test_a_file_that_is_to_be_erasure_coded_is_left_to_hdfs_native(
+    cluster: MiniCluster, store: HdfsStore
+) -> None:
+    policy, folder = "XOR-2-1-1024k", f"{urlsplit(store.url).path}/staging"
+    ask(cluster, "PUT", "/", op="ENABLEECPOLICY", ecpolicy=policy)
+    ask(cluster, "PUT", folder, op="SETECPOLICY", ecpolicy=policy)
+    content = os.urandom(3 * MIB)
+    with store.stage(staging(), FileOptions(replication=1)) as stage:
+        stage.write(content)
+        staged = stage.close()
+    assert "erasure-coded" in (store.why_not_written_directly() or "")
+    assert [span.access for span in store.locate(staged.path).spans] == [None]
+    assert get(store, staged.path) == content
