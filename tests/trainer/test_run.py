@@ -250,6 +250,8 @@ def test_names_and_optimizers_that_do_not_fit_are_refused(yard: Yard) -> None:
     for given in ({"async_mode": "maybe"}, {"export_dtype": "int8"}, {"keep_latest_k": 0}):
         with pytest.raises(BadSetting):
             TrainRun(yard, RUN, {"model": nn.Linear(2, 2)}, **given)
+    with pytest.raises(BadSetting, match="metrics: a TrainRun has no such option"):
+        train(yard, 1, metrics={"loss": 1.0})
     with pytest.raises(BadSetting, match=r"exclude_from_loading.*optim"):
         TrainRun(yard, RUN, {"model": nn.Linear(2, 2)}, exclude_from_loading=["optim"])
 

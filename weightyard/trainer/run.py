@@ -7,7 +7,7 @@ import signal
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata
@@ -45,7 +45,7 @@ from weightyard.trainer.publishing import (
 from weightyard.trainer.reader import YardReader
 from weightyard.trainer.resuming import checkpoints_to_resume, load_newest
 from weightyard.trainer.saving import Leaving, Save, Saver, Schedule, plain_errors, quiet_alone
-from weightyard.trainer.writer import YardWriter, current_generation
+from weightyard.trainer.writer import Writing, YardWriter, current_generation
 from weightyard.transfer.publish import checked_publication
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ class TrainRun(Closing):
         exclude_from_loading: Sequence[str] = (),
         seed: int = 0,
         signals: Sequence[signal.Signals] = (signal.SIGTERM,),
-        **writing: Any,
+        **writing: Unpack[Writing],
     ) -> None:
         """Nothing is written yet, and no run is taken over.
 
@@ -110,9 +110,13 @@ class TrainRun(Closing):
         cast to it. `load_step`: resume from this step instead of the newest.
         `exclude_from_loading`: names in the state (and "rng") that a resume leaves as they are.
         `seed`: from it random numbers are derived where a run goes on with another number of
-        ranks. `signals`: on which to save and leave. `writing`: as of YardWriter.
+        ranks. `signals`: on which to save and leave. `writing` (`delta`, `anchors_bytes`,
+        `anchors_folder`, `anchor_every`, `replication`, `policy`, `compress`, `threads`): as of
+        YardWriter.
         Raises Refused, naming what cannot be saved; BadSetting, InvalidName.
         """
+        if unknown := writing.keys() - Writing.__annotations__.keys():
+            raise BadSetting(f"{', '.join(sorted(unknown))}: a TrainRun has no such option")
         if async_mode not in ("disabled", "async"):
             raise BadSetting(f"async_mode={async_mode!r}: 'disabled' or 'async'")
         self._yard = yard

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypedDict
 
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -108,6 +108,19 @@ class _Save:
             return False
         self.thread.join(_ENDING_S)
         return self.thread.is_alive()
+
+
+class Writing(TypedDict, total=False):
+    """How checkpoints are written; what each is, YardWriter says."""
+
+    delta: Literal["off", "also", "only"]
+    anchors_bytes: int
+    anchors_folder: str | Path | None
+    anchor_every: int
+    replication: int | None
+    policy: str | None
+    compress: bool
+    threads: int | None
 
 
 class YardWriter(StorageWriter, Closing):
