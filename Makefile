@@ -32,7 +32,7 @@ test: setup-dev check ## checks and tests, those on a real mini-HDFS too
 	$(PYTEST)
 
 test-long: setup-dev ## what is too long for every change
-	$(PYTEST) -m long
+	$(PYTEST) -m long -o faulthandler_timeout=1800
 
 check: setup-dev ## format, lint, types, import rules; changes nothing
 	$(BIN)/ruff format --check .
