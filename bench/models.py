@@ -365,5 +365,5 @@ def run_writing(
 def _remove(site: Site, keep: Path | None = None) -> None:
     peers.native_client(site).delete(FOLDER, recursive=True)
     for file in Path(site.scratch).iterdir():
-        if file != keep:
+        if file.is_file() and file != keep:
             file.unlink()
