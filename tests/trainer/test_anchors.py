@@ -18,6 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from trainer_world import RUN, World, attempt, on_store, run_ranks
 
 from weightyard.errors import BadSetting, NoSuchThing, StoreUnavailable
+from weightyard.format.block import Codec
 from weightyard.testing.faults import FaultyStore
 from weightyard.trainer.anchors import Anchors
 from weightyard.trainer.writer import YardWriter
@@ -143,7 +144,7 @@ def test_a_new_anchor_is_made_after_so_many_saves(yard: Yard) -> None:
 def test_deltas_that_save_too_little_make_the_next_save_an_anchor(yard: Yard) -> None:
     with YardWriter(yard, RUN) as writer:
         save(writer, 0, weights(1))
-        save(writer, 1, weights(1, changed={0: 380}, by=1.3))
+        save(writer, 1, weights(1, changed={0: 450}, by=1.3))
         assert writer.report.stored_bytes > 0.6 * writer.report.whole_bytes
         save(writer, 2, weights(1, changed={0: 2}))
     assert bases(yard, 1) == {"w0": "w0"}
@@ -292,3 +293,15 @@ def test_settings_that_make_no_sense_are_refused(yard: Yard, tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(NoSuchThing):
         Anchors(reader, folder=tmp_path / "file" / "folder")
+
+
+def test_what_a_codec_hardly_makes_smaller_is_stored_as_it_is(yard: Yard) -> None:
+    """Dense fp32 would shrink by a sixth; a job that resumes has it sooner so."""
+    dense = torch.randn(SIZE)
+    with YardWriter(yard, RUN) as writer:
+        save(writer, 0, {"fp32": dense, "bf16": dense.bfloat16()})
+    stored = {name: yard.catalogue.placements([block]) for name, block in blocks(yard, 0).items()}
+    codecs = {
+        name: one.encoding.codec for name, found in stored.items() for [one] in found.values()
+    }
+    assert codecs == {"fp32": Codec.RAW, "bf16": Codec.PLANES_BF16}

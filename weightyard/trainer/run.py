@@ -115,8 +115,6 @@ class TrainRun(Closing):
         YardWriter.
         Raises Refused, naming what cannot be saved; BadSetting, InvalidName.
         """
-        if unknown := writing.keys() - Writing.__annotations__.keys():
-            raise BadSetting(f"{', '.join(sorted(unknown))}: a TrainRun has no such option")
         if async_mode not in ("disabled", "async"):
             raise BadSetting(f"async_mode={async_mode!r}: 'disabled' or 'async'")
         self._yard = yard
@@ -142,6 +140,8 @@ class TrainRun(Closing):
             check_together(self.job.all(lambda: self._look_at(state), "looking at the state"))
 
             def made() -> YardWriter:
+                if unknown := writing.keys() - Writing.__annotations__.keys():
+                    raise BadSetting(f"{', '.join(sorted(unknown))}: a TrainRun has no such option")
                 # Of no generation yet: `_begin` says which.
                 writer = YardWriter(yard, name, generation=0, **writing)
                 opened.callback(writer.close)

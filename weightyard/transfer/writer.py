@@ -49,6 +49,8 @@ class WriteOptions:
     """A pack is not durable before it lies on this many DataNodes."""
     replicas_timeout_s: float = 30.0
     compress: bool = True
+    least_saving: float = 0.0
+    """A block that would become smaller by a lesser part is stored as it is: to have it sooner."""
     delta: Literal["off", "also", "only"] = "off"
     """What to do with a block that is much like its base: store it whole, both ways, or as a delta.
 
@@ -270,18 +272,21 @@ class Writer:
         """The block whole, as a delta, or both; proved to come back before anyone relies on it."""
         raw = self._read_again(block) if block.raw is None else block.raw
         hint = block.cut.piece.codec if self._options.compress else Codec.RAW
-        delta = None if block.base is None else self._delta(block.id, block.base, raw, hint)
+        whole_hint = hint if self._is_worth_encoding(raw, hint) else Codec.RAW
+        delta = None
+        if block.base is not None:
+            delta = self._delta(block.id, block.base, raw, hint, whole_hint)
         self._progress(raw.nbytes)
         if delta is not None and self._options.delta == "only":
             self._buffers.give(raw)
             return [delta]
-        room = self._room(raw, hint)
-        whole = codec.encode(raw, hint=hint, block=block.id, into=room)
+        room = self._room(raw, whole_hint)
+        whole = codec.encode(raw, hint=whole_hint, block=block.id, into=room)
         codec.prove(whole, raw)
         self._count(whole_bytes=whole.stored_bytes)
         used, unused = (raw, room) if whole.encoding.codec is Codec.RAW else (room, raw)
         self._buffers.give(unused)
-        again = partial(self._stored_again, block.cut, hint, whole.encoding)
+        again = partial(self._stored_again, block.cut, whole_hint, whole.encoding)
         is_kept = used is block.cut.into  # by someone else, whether it is written or not
         ready = ReadyBlock(whole) if is_kept else self._ready(whole, used, again)
         return [ready, *([delta] if delta is not None else [])]
@@ -297,6 +302,14 @@ class Writer:
         if again.encoding != encoding:
             raise Bug(f"block {encoding.block}: encoded twice it is not the same")
         return again.stored
+
+    def _is_worth_encoding(self, raw: memoryview, hint: Codec) -> bool:
+        return not self._options.least_saving or self._saves_enough(
+            codec.estimate(raw, hint=hint), raw
+        )
+
+    def _saves_enough(self, stored_bytes: int, raw: memoryview) -> bool:
+        return stored_bytes <= (1 - self._options.least_saving) * raw.nbytes
 
     def _room(self, raw: memoryview, hint: Codec) -> memoryview:
         return self._buffers.take(0 if hint is Codec.RAW else codec.room_for(raw.nbytes, hint))
@@ -318,7 +331,7 @@ class Writer:
         return ReadyBlock(replace(encoded, stored=short), short, again)
 
     def _delta(
-        self, block: BlockId, base: BlockId, raw: memoryview, hint: Codec
+        self, block: BlockId, base: BlockId, raw: memoryview, hint: Codec, whole_hint: Codec
     ) -> ReadyBlock | None:
         """The block as a delta, proved, if that is worth it."""
         if self._bases is None:
@@ -327,8 +340,10 @@ class Writer:
         try:
             self._bases.read([Wanted(base, 0, base_raw)])
             # Estimates: encoding both ways to keep one costs a training as much again.
-            whole_bytes = codec.estimate(raw, hint=hint)
-            if not codec.worth_a_delta(codec.estimate(raw, hint=hint, base=base_raw), whole_bytes):
+            whole_bytes = codec.estimate(raw, hint=whole_hint)
+            delta_bytes = codec.estimate(raw, hint=hint, base=base_raw)
+            is_worth_it = codec.worth_a_delta(delta_bytes, whole_bytes)
+            if not (is_worth_it and self._saves_enough(delta_bytes, raw)):
                 return None
             room = self._room(raw, hint)
             delta = codec.encode_delta(raw, base_raw, base, hint=hint, block=block, into=room)
