@@ -67,9 +67,9 @@ job: the first checkpoint of a run, and reading it into tensors that are there, 
 *Stock* is torch's own writer and reader, `FsspecWriter` and `FsspecReader`, on `hdfs://` through
 hdfs-native, as they are by default; hdfs-native's files are helped to tell their position, to be
 closed twice and to read into memory, without which nothing works. Client CPU is of all ranks
-together, memory of the hungriest. What bounds the save is the cores: ranks hash, encode and prove
-every byte before it is sent, on those that the DataNodes use too, so that storing less makes it
-faster only by what it spares the DataNodes; *not compressed* is the same without encoding.
+together, memory of the hungriest. What bounds the save is the cores: ranks hash every byte and the
+DataNodes write each once, on the same ones. Dense fp32 would become a sixth smaller by encoding,
+which takes longer than to store that sixth: checkpoints leave it as it is.
 What was loaded is compared with what was saved, every value.""",
 }
 """By the section's name in `Results`, in the page's order."""

@@ -24,7 +24,7 @@ from bench.verdicts import at_least, at_most
 FOLDER = "/bench/training"
 RANKS = (2, 4)
 SAVED_BY, READ_BY = 4, (4, 3, 8)
-OURS, RAW, STOCK = "weightyard", "weightyard, not compressed", "stock"
+OURS, STOCK = "weightyard", "stock"
 BOTH = (OURS, STOCK)
 SAVE_TIMES, LOAD_TIMES, AMPLIFICATION, LOST = 1.5, 3.0, 1.05, 0.05
 
@@ -47,13 +47,13 @@ def run_checkpoints(
         (what, ranks, who): Row(kind, who, what, moved, group=group_of(what, ranks))
         for ranks in RANKS
         for what in ("save", "load")
-        for kind, who in ((Kind.OURS, OURS), (Kind.OURS, RAW), (Kind.PEER, STOCK))
+        for kind, who in ((Kind.OURS, OURS), (Kind.PEER, STOCK))
     }
     for turn in range(repeat):
         for ranks in RANKS:
             with _Place(site) as place:
                 for what in ("save", "load"):
-                    ways = (OURS, RAW, STOCK)[:: -1 if turn % 2 else 1]
+                    ways = (OURS, STOCK)[:: -1 if turn % 2 else 1]
                     asked = {"length": length, "ways": ways, "is_counted": False}
                     try:
                         took = place.ran(ranks, what, **asked)

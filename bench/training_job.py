@@ -35,7 +35,7 @@ from weightyard.trainer.run import TrainRun
 from weightyard.trainer.writer import YardWriter
 from weightyard.yard import Yard
 
-OURS, RAW, STOCK = "weightyard", "weightyard, not compressed", "stock"
+OURS, STOCK = "weightyard", "stock"
 RUN = "bench/run"
 STEP = 1200
 
@@ -139,8 +139,7 @@ def save(
                 is_counted=is_counted,
             )
         else:
-            compress = who == OURS
-            with job.yard(who) as yard, YardWriter(yard, RUN, compress=compress) as writer:
+            with job.yard(who) as yard, YardWriter(yard, RUN) as writer:
                 if is_delta:
                     _turn_last_bits(state)
                     dcp.save(state, checkpoint_id=STEP - 1, storage_writer=writer)
@@ -160,7 +159,7 @@ def save(
 
 def _folder(who: str) -> str:
     """Where in HDFS it has its files."""
-    return {OURS: "yard", RAW: "raw", STOCK: "stock"}[who]
+    return {OURS: "yard", STOCK: "stock"}[who]
 
 
 def _turn_last_bits(state: Mapping[str, Any]) -> None:

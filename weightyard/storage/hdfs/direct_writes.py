@@ -5,6 +5,7 @@ Why this is written by hand: docs/design/0010-direct-writes.md.
 
 from __future__ import annotations
 
+import math
 import secrets
 import threading
 import time
@@ -30,6 +31,7 @@ STALL_S = 10.0
 
 _ANSWER_S = 10.0
 _AVOIDED_S = 60.0
+_GIVEN_UP_S = 600.0
 _MOST_PIPELINES = 4  # tried for one block
 _BEAT_EVERY_S = 5.0
 
@@ -61,13 +63,14 @@ class DirectWrites:
             else None
         )
         """Why files are not written this way; None: they are, as far as is known by now."""
+        self._given_up_until = math.inf
         self._beats = _Beats()
 
     def create(
         self, path: str, mode: int, replication: int | None, block_bytes: int | None
     ) -> Sink:
         """Open a new file. Raises CannotWrite, and what the NameNode refuses."""
-        if self.why_not is not None:
+        if self.why_not is not None and time.monotonic() < self._given_up_until:
             raise CannotWrite(self.why_not)
         try:
             defaults = self._defaults
@@ -81,6 +84,7 @@ class DirectWrites:
             with suppress(YardError):  # it holds the name, for the way that is taken now
                 self._files.delete(file)
             raise self._given_up(f"{path} is erasure-coded or encrypted")
+        self.why_not = None
         return _DirectFile(self, file, block_bytes)
 
     def begin_block(self, file: NewFile, previous: BlockAccess | None) -> Pipeline:
@@ -149,9 +153,9 @@ class DirectWrites:
             return [target for _, target in self._avoided.values()]
 
     def _given_up(self, reason: str) -> CannotWrite:
-        """Leave writing to others from now on."""
+        """Leave writing to others for a while: what stands in the way may be mended."""
         _log.info("store.no_direct_writes", reason=reason)
-        self.why_not = reason
+        self.why_not, self._given_up_until = reason, time.monotonic() + _GIVEN_UP_S
         return CannotWrite(reason)
 
 
