@@ -42,13 +42,18 @@ class Watched:
         self.goes_on.set()
         self.is_held = threading.Event()
         """Something is held up."""
-        self._seen: set[tuple[str, int]] = set()
+        self._seen: set[tuple[str, int]] = set()  # pages
         self._lock = threading.Lock()
         read = type(yard.store).read
 
         def watched(store: Any, location: Any, reads: Any, **options: Any) -> Any:
             time.sleep(self.wait_s)
-            places = {(location.path.text, one.offset) for one in reads}
+            # However the same bytes are cut into reads: that depends on how fast they come.
+            places = {
+                (location.path.text, page)
+                for one in reads
+                for page in range(one.offset // 4096, (one.offset + one.into.nbytes) // 4096)
+            }
             self._wait(places, options.get("cancel"))
             with self._lock:
                 self._seen |= places
