@@ -52,11 +52,7 @@ def test_a_datanode_that_ends_in_the_middle_of_a_load_costs_no_tensor(
         weights = yard.load(BERT, progress=strike, timeout=60)
         after = yard.load(BERT, timeout=60)
     finally:
-        if end == "killed":
-            cluster.restart(near)
-        else:
-            near.resume()
-            cluster.wait_until_live(near)
+        cluster.bring_back(near)
     assert len(struck) > 1, "it was in the middle"
     assert same(weights, STATE)
     assert same(after, STATE)

@@ -187,11 +187,7 @@ def seconds_until_named(cluster: MiniCluster, store: HdfsStore, path: StorePath,
         return seen_at - ended_at[0]
     finally:
         ending.join()
-        if end == "kill":
-            cluster.restart(daemon)
-        else:
-            daemon.resume()
-            cluster.wait_until_live(daemon)
+        cluster.bring_back(daemon)
 
 
 @pytest.mark.cluster

@@ -66,11 +66,7 @@ def ended(cluster: MiniCluster, daemon: Daemon, end: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if end == "kill":
-            cluster.restart(daemon)
-        else:
-            daemon.resume()
-            cluster.wait_until_live(daemon)
+        cluster.bring_back(daemon)
 
 
 @pytest.mark.cluster

@@ -184,6 +184,14 @@ class MiniCluster(Closing):
         else:
             self._wait_until_serving()
 
+    def bring_back(self, datanode: Daemon) -> None:
+        """Start a DataNode that was killed, or let one go on that was stopped, until it serves."""
+        if not datanode.is_running:
+            self.restart(datanode)
+            return
+        datanode.resume()
+        self.wait_until_live(datanode)
+
     def wait_until_live(self, datanode: Daemon) -> None:
         """Until a DataNode that was started or resumed serves and its blocks are known again."""
         counted: int | None = None
