@@ -29,7 +29,7 @@ import zstandard
 from bench.verdicts import at_least, at_most
 from weightyard.codec import Encoded, decode, encode, encode_delta
 from weightyard.codec.arena import arena
-from weightyard.codec.frames import compress_plane, decompress_into
+from weightyard.codec.frames import compress_noise, decompress_into
 from weightyard.codec.planes import merge, split
 from weightyard.format.block import (
     CHUNK_BYTES,
@@ -399,7 +399,7 @@ def parts() -> list[Row]:
             merge(Codec.PLANES_BF16, two, out, arena)
 
     def code_all() -> None:
-        frames[:] = [compress_plane(exponents.data) for exponents, _ in planes]
+        frames[:] = [compress_noise(exponents.data) for exponents, _ in planes]
 
     def decode_all() -> None:
         for frame in frames:

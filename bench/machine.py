@@ -22,6 +22,7 @@ LIBRARIES = (
     "torch",
     "safetensors",
     "zstandard",
+    "backports.zstd",
     "blake3",
     "xxhash",
     "blosc2",

@@ -143,6 +143,15 @@ def test_a_hint_whose_width_does_not_divide_the_length_is_not_used() -> None:
         assert encode(raw, hint=hint).encoding.codec is Codec.ZSTD
 
 
+def test_two_values_in_random_order_take_a_bit_each() -> None:
+    values = np.random.default_rng(1).choice(np.array([0x3F80, 0x4000], "<u2"), BLOCK_BYTES // 2)
+    encoded = encode(values.tobytes(), hint=Codec.PLANES_BF16)
+
+    half_of_the_bytes, a_bit = 0.5, 1 / 8
+    assert kept(encoded) <= 1.01 * half_of_the_bytes * a_bit
+    assert came_back(encoded) == values.tobytes()
+
+
 def test_text_and_numbers_each_get_what_suits_them() -> None:
     ids = np.random.default_rng(4).integers(0, 50_000, BLOCK_BYTES // 8).astype("<i8").tobytes()
     letters = np.random.default_rng(5).integers(97, 123, (500, 7), np.uint8)

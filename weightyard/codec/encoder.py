@@ -9,7 +9,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from weightyard.codec.arena import Bytes, arena
-from weightyard.codec.frames import compress_plane, compress_text
+from weightyard.codec.frames import compress_noise, compress_runs, compress_text
 from weightyard.codec.planes import split
 from weightyard.errors import Refused, TooLarge
 from weightyard.format.block import (
@@ -41,6 +41,12 @@ WORTH_A_DELTA = 0.9
 
 _PROBE_LIMIT = 0.97
 """What a probe may leave of a plane worth trying: Huffman's table weighs more in a short probe."""
+
+_ONE_BIT = 1 / 8
+"""What Huffman coding takes at least of each byte; only a sample of one value seems to take less.
+
+That is what the probe of a sparse delta may see: the few places that changed lie elsewhere.
+"""
 
 _PROBE_PIECES = 16
 _PROBE_PIECE_BYTES = 4 * KIB
@@ -224,10 +230,14 @@ def _choose(sample: Bytes, codec: Codec) -> Compress | None:
     """What to compress a plane with, or None if its sample is noise."""
     if not sample.size:
         return None
-    candidates = (compress_plane, compress_text) if codec is Codec.ZSTD else (compress_plane,)
-    sizes = [len(compress(sample.data)) for compress in candidates]
-    smallest = min(sizes)
-    return candidates[sizes.index(smallest)] if smallest < _PROBE_LIMIT * sample.size else None
+    candidates = [compress_noise, compress_runs]
+    if codec is Codec.ZSTD:
+        candidates.append(compress_text)
+    sizes = {compress: len(compress(sample.data)) for compress in candidates}
+    if sizes[compress_noise] < _ONE_BIT * sample.size:
+        del sizes[compress_noise]
+    best = min(sizes, key=lambda compress: sizes[compress])
+    return best if sizes[best] < _PROBE_LIMIT * sample.size else None
 
 
 def _estimated(sample: Bytes, codec: Codec) -> int:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 
 import zstandard
 
 from weightyard.errors import BlockCorrupt
 from weightyard.format.block import CHUNK_BYTES
+
+if sys.version_info >= (3, 14):
+    from compression import zstd
+else:
+    from backports import zstd
 
 _MAGIC = b"\x28\xb5\x2f\xfd"
 _CHECKSUM_BYTES = 4
@@ -17,11 +23,22 @@ _RLE = 1
 MAX_WINDOW_BYTES = CHUNK_BYTES
 """A frame holds at most a chunk, so no honest one asks for a larger window."""
 
-# The exponents of weights have no repeats worth a match: short ones that occur by chance cost more
-# than the Huffman code they replace. With the smallest table and the longest minimum a match is
-# found almost only where a plane really repeats (deltas, padding). A target length above 0, which
-# is what the negative levels are, would switch Huffman off.
-_HUFFMAN = zstandard.ZstdCompressionParameters(
+# A step of this length between two looks for a match is as good as none: what is left is Huffman
+# coding. zstd takes it for a wish not to code at all (as it does of the negative levels), unless it
+# is told to. That parameter is one of its experimental ones, ZSTD_c_literalCompressionMode: Python's
+# own binding passes any on, `zstandard` does not.
+_LITERAL_COMPRESSION_MODE, _ENABLED = 1002, 1
+_NO_MATCHES = {
+    zstd.CompressionParameter.strategy: zstd.Strategy.fast,
+    zstd.CompressionParameter.target_length: zstd.CompressionParameter.target_length.bounds()[1],
+    zstd.CompressionParameter.hash_log: 6,
+    zstd.CompressionParameter.window_log: 17,
+    _LITERAL_COMPRESSION_MODE: _ENABLED,
+}
+# With the smallest table and the longest minimum a match is found almost only where a plane really
+# repeats, as that of a sparse delta does. Short matches that occur by chance cost more than the
+# Huffman code they replace.
+_LONG_MATCHES = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST,
     hash_log=6,
     chain_log=6,
@@ -30,29 +47,37 @@ _HUFFMAN = zstandard.ZstdCompressionParameters(
     target_length=0,
     window_log=17,
 )
-_MATCHING_LEVEL = 3
+_TEXT_LEVEL = 3
 
 
 class _Contexts(threading.local):
     """zstd's contexts are not for two threads at once; these are each thread's own."""
 
     def __init__(self) -> None:
-        self.huffman = zstandard.ZstdCompressor(compression_params=_HUFFMAN)
-        self.matching = zstandard.ZstdCompressor(level=_MATCHING_LEVEL)
+        self.noise = zstd.ZstdCompressor(options=_NO_MATCHES)
+        self.runs = zstandard.ZstdCompressor(compression_params=_LONG_MATCHES)
+        self.text = zstandard.ZstdCompressor(level=_TEXT_LEVEL)
         self.decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
 
 
 _contexts = _Contexts()
 
 
-def compress_plane(data: memoryview) -> bytes:
-    """A frame for numbers: all but pure Huffman coding."""
-    return _contexts.huffman.compress(data)
+def compress_noise(data: memoryview) -> bytes:
+    """A frame for numbers of which some are frequent, such as exponents: Huffman coding alone."""
+    compressor = _contexts.noise
+    compressor.set_pledged_input_size(len(data))
+    return compressor.compress(data, mode=zstd.ZstdCompressor.FLUSH_FRAME)
+
+
+def compress_runs(data: memoryview) -> bytes:
+    """A frame for numbers that repeat for long, such as what few changes leave of a delta."""
+    return _contexts.runs.compress(data)
 
 
 def compress_text(data: memoryview) -> bytes:
-    """A frame for bytes in which longer runs come back, as in text and tables."""
-    return _contexts.matching.compress(data)
+    """A frame for bytes in which words come back, as in text and tables."""
+    return _contexts.text.compress(data)
 
 
 def decompress_into(frame: memoryview, out: memoryview) -> None:
