@@ -24,9 +24,9 @@ MAX_WINDOW_BYTES = CHUNK_BYTES
 """A frame holds at most a chunk, so no honest one asks for a larger window."""
 
 # A step of this length between two looks for a match is as good as none: what is left is Huffman
-# coding. zstd takes it for a wish not to code at all (as it does of the negative levels), unless it
-# is told to. That parameter is one of its experimental ones, ZSTD_c_literalCompressionMode: Python's
-# own binding passes any on, `zstandard` does not.
+# coding. zstd takes it for a wish not to code at all (as it does of the negative levels), unless
+# told otherwise by an experimental parameter, ZSTD_c_literalCompressionMode. Python's own binding
+# passes any parameter on, `zstandard` does not.
 _LITERAL_COMPRESSION_MODE, _ENABLED = 1002, 1
 _NO_MATCHES = {
     zstd.CompressionParameter.strategy: zstd.Strategy.fast,
