@@ -76,8 +76,8 @@ def fill(database: Database, filled: Filled) -> None:
         for table in ("models", "versions", "manifests", "blocks", "packs", "lists"):
             if not database.is_sqlite:
                 connection.execute(text(_NEXT_ID.format(table=table)))
-        if words.analyze is not None:
-            connection.execute(text(words.analyze))
+        for statement in words.afterwards:
+            connection.execute(text(statement))
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +92,9 @@ class _Words:
     bytes: str
     unchecked: str
     """References hold by the way the rows are made; to look each of them up takes minutes."""
-    analyze: str | None
-    """What PostgreSQL does by itself before long; on SQLite nobody does, so it is not done here."""
+    afterwards: Sequence[str]
+    """What PostgreSQL does by itself before long: statistics, and writing what filling left in
+    memory, for which each commit would wait. SQLite keeps no statistics unless it is told to."""
 
 
 _POSTGRESQL = _Words(
@@ -102,7 +103,7 @@ _POSTGRESQL = _Words(
     hex="lpad(to_hex(n), {width}, '0')",
     bytes="bytea",
     unchecked="SET session_replication_role = replica",
-    analyze="VACUUM ANALYZE",
+    afterwards=("VACUUM ANALYZE", "CHECKPOINT"),
 )
 _SQLITE = _Words(
     numbers="(WITH RECURSIVE c(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM c WHERE n < {count}) "
@@ -111,7 +112,7 @@ _SQLITE = _Words(
     hex="printf('%0{width}x', n)",
     bytes="blob",
     unchecked="PRAGMA foreign_keys = OFF",
-    analyze=None,
+    afterwards=("PRAGMA wal_checkpoint(TRUNCATE)",),
 )
 _NEXT_ID = "SELECT setval(pg_get_serial_sequence('{table}', 'id'), max(id)) FROM {table}"
 

@@ -27,7 +27,7 @@ from weightyard.registry import (
     versions,
 )
 from weightyard.registry.database import is_one_of, now_ms
-from weightyard.registry.rows import batches, clock, insert_missing, record_event, some
+from weightyard.registry.rows import batches, clock, insert_missing, record_event
 from weightyard.registry.schema import FileState, UploadState
 from weightyard.registry.uploads import Reading
 
@@ -128,33 +128,13 @@ def _require_placements(
     `check` may have found a pack damaged since it was claimed or written.
     """
     wanted = [block.id for block in manifest.blocks]
-    rows = uploads.find_block_rows(tx, wanted)
+    columns = schema.placements.c.block_id, schema.blocks.c.hash
+    found = uploads.lying(tx, wanted, reading, *columns)
+    bases = uploads.standalone_packs(tx, found)
+    held = uploads.usable(found, bases, uploads.held_packs(tx, upload_row))
+    by_hash = {block.raw: block for block in wanted}
+    rows = {by_hash[one.hash]: one.block_id for one in held}
     if missing := next((block for block in wanted if block not in rows), None):
-        raise BlockMissing(f"block {missing} is not in the store: write it before the commit")
-    p, pins, base = schema.placements, schema.pins, schema.placements.alias("base")
-    packs, base_packs = schema.packs.alias("held_packs"), schema.packs.alias("base_packs")
-    base_pins = schema.pins.alias("base_pins")
-    base_is_held = some(
-        base.c.block_id == p.c.base_id,
-        base.c.base_id.is_(None),
-        base.c.pack_id == base_pins.c.pack_id,
-        base_pins.c.upload_id == upload_row,
-        base_packs.c.id == base.c.pack_id,
-        base_packs.c.state == FileState.LIVE,
-    )
-    is_held = some(
-        pins.c.upload_id == upload_row,
-        pins.c.pack_id == p.c.pack_id,
-        packs.c.id == p.c.pack_id,
-        packs.c.state == FileState.LIVE,
-    )
-    wanted_of = select(p.c.block_id).where(is_held, p.c.base_id.is_(None) | base_is_held)
-    if reading is not None:  # a pack that is held may also have blocks of other projects
-        wanted_of = wanted_of.join(schema.packs).where(reading.allows(p.c.block_id))
-    held: set[int] = set()
-    for batch in batches(rows.values()):
-        held |= set(tx.scalars(wanted_of.where(is_one_of(tx, p.c.block_id, batch))).all())
-    if missing := next((block for block in wanted if rows[block] not in held), None):
         raise BlockMissing(f"block {missing} is not held by the upload: claim or write it first")
     return rows
 
@@ -202,8 +182,9 @@ def block_lists(manifest: Manifest) -> list[tuple[int, ...]]:
 def insert_lists(tx: Connection, manifest: Manifest, blocks: dict[BlockId, int]) -> list[int]:
     """Row ids of the manifest's lists, inserted where they are new."""
     by_digest: dict[bytes, Sequence[BlockId]] = {}
+    all_ids = [block.id for block in manifest.blocks]
     for numbers in block_lists(manifest):
-        ids = sorted(manifest.blocks[number].id for number in numbers)
+        ids = sorted(all_ids[number] for number in numbers)
         by_digest[blake3(b"".join(block.raw for block in ids)).digest()] = ids
     known = _lock_lists(tx, list(by_digest))
     # Again if gc removed a list after another writer had put it in, and before it was locked.

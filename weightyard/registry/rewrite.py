@@ -9,7 +9,7 @@ is over.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -195,13 +195,12 @@ class Rewriting:
         self._database.write(self._end)
 
     def _rewrite(self, group: Sequence[OldPack]) -> Rewritten | None:
-        names = [pack.name for pack in group]
-        held = self._database.write(lambda tx: self._hold(tx, names))
+        held = self._database.write(lambda tx: self._hold(tx, group))
         copy = _Copy(PackBuilder(PackId.new(), self._pack_bytes))
         kept = [
             (pack, self._database.read(partial(self._kept, pack=pack)))
             for pack in group
-            if pack.name in held and self._are_twins_good(pack, copy)
+            if pack.id in held and self._are_twins_good(pack, copy)
         ]
         if any(placements for _, placements in kept):
             self._write(group[0], copy, kept)
@@ -299,10 +298,10 @@ class Rewriting:
                 return stored
         raise _Unreadable(str(failed)) from failed
 
-    def _hold(self, tx: Connection, names: Sequence[str]) -> set[str]:
+    def _hold(self, tx: Connection, group: Sequence[OldPack]) -> Container[int]:
         """Pin the old packs, so that no other run takes them away while they are read."""
         opened = uploads.fence(tx, self._upload)
-        return uploads.pin_live(tx, opened.row_id, names)
+        return uploads.pin_live(tx, opened.row_id, [pack.id for pack in group])
 
     def _kept(self, tx: Connection, pack: OldPack) -> list[Placement]:
         """The placements of a pack that must stay, in their order."""

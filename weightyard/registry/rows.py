@@ -69,6 +69,15 @@ def insert_missing(tx: Connection, table: Table, rows: Sequence[Mapping[str, Any
             tx.execute(_insert_arrays(table, batch).on_conflict_do_nothing())
 
 
+def insert_new(tx: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Insert rows, all with the same columns, none of whose keys may be there."""
+    for batch in batches(rows):
+        if tx.dialect.name == "sqlite":
+            tx.execute(insert(table), batch)
+        else:
+            tx.execute(_insert_arrays(table, batch))
+
+
 def _insert_arrays(table: Table, rows: Sequence[Mapping[str, Any]]) -> postgresql.Insert:
     """One statement with an array a column: several times quicker than a statement a row."""
     names = list(rows[0])

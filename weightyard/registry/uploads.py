@@ -6,7 +6,7 @@ the upload's row, then pack rows by id.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,7 +31,7 @@ from weightyard.names import BlockId, Digest, ModelName, PackId, UploadId
 from weightyard.records import Publication
 from weightyard.registry import schema
 from weightyard.registry.database import is_one_of, now_ms
-from weightyard.registry.rows import batches, clock, insert_missing
+from weightyard.registry.rows import batches, clock, insert_missing, insert_new
 from weightyard.registry.schema import Dedup, FileState, UploadState
 
 _READABLE = (FileState.LIVE, FileState.CONDEMNED)
@@ -212,9 +212,15 @@ def _find(
                 *allowed,
             )
         ).all()
-        packs_by_name = {name: PackId(name) for name in {pack for pack, _ in rows}}
-        for placement in read_entries([(entry, packs_by_name[pack]) for pack, entry in rows]):
-            found.setdefault(placement.encoding.block, []).append(placement)
+        by_name = {name: PackId(name) for name in {pack for pack, _ in rows}}
+        found |= _by_block((entry, by_name[pack]) for pack, entry in rows)
+    return found
+
+
+def _by_block(entries: Iterable[tuple[bytes, PackId]]) -> dict[BlockId, list[Placement]]:
+    found: dict[BlockId, list[Placement]] = {}
+    for placement in read_entries(list(entries)):
+        found.setdefault(placement.encoding.block, []).append(placement)
     return found
 
 
@@ -260,57 +266,78 @@ def claim(
 ) -> Mapping[BlockId, Sequence[Placement]]:
     """Placements in live packs, which are pinned for the upload in this very transaction."""
     opened = fence(tx, upload)
-    mine = _claimable(opened.scope)
-    may = () if reading is None else (reading.allows(schema.blocks.c.id),)
-    found = _find(tx, blocks, mine, *may)
-    bases = {
-        placement.encoding.base
-        for placements in found.values()
-        for placement in placements
-        if placement.encoding.base is not None
-    }
-    held_bases = _find(tx, list(bases), mine)
-    names = {
-        placement.pack.hex
-        for placements in (*found.values(), *held_bases.values())
-        for placement in placements
-    }
-    live = pin_live(tx, opened.row_id, sorted(names))
-    kept_bases = {
-        base
-        for base, placements in held_bases.items()
-        if any(p.pack.hex in live and p.encoding.base is None for p in placements)
-    }
-    kept = {
-        block: [
-            placement
-            for placement in placements
-            if placement.pack.hex in live
-            and (placement.encoding.base is None or placement.encoding.base in kept_bases)
-        ]
-        for block, placements in found.items()
-    }
-    return {block: placements for block, placements in kept.items() if placements}
+    found = lying(tx, blocks, reading, schema.placements.c.encoding)
+    bases = standalone_packs(tx, found)
+    wanted = {one.pack_id for one in found}.union(*bases.values())
+    live = pin_live(tx, opened.row_id, wanted, _claimable(opened.scope))
+    return _by_block((one.encoding, live[one.pack_id]) for one in usable(found, bases, live.keys()))
 
 
-def pin_live(tx: Connection, upload_row: int, names: Sequence[str]) -> set[str]:
+def lying(
+    tx: Connection,
+    blocks: Sequence[BlockId],
+    reading: Reading | None,
+    *columns: ColumnElement[Any],
+) -> list[Row[Any]]:
+    """Placements of blocks, in packs of any state: `pack_id`, `base_id` and these columns.
+
+    Those in packs that count are told apart here, not in SQL: of a few packs with many blocks the
+    database might go through all that lies in them.
+    """
+    b, p = schema.blocks, schema.placements
+    rows = select(p.c.pack_id, p.c.base_id, *columns).join_from(p, b, b.c.id == p.c.block_id)
+    if reading is not None:  # a pack may also have blocks of other projects
+        rows = rows.join(schema.packs).where(reading.allows(p.c.block_id))
+    found: list[Row[Any]] = []
+    for batch in batches(dict.fromkeys(blocks)):
+        wanted = is_one_of(tx, b.c.hash, [block.raw for block in batch])
+        found += tx.execute(rows.where(wanted)).all()
+    return found
+
+
+def usable(
+    found: Sequence[Row[Any]], bases: Mapping[int, set[int]], packs: Set[int]
+) -> list[Row[Any]]:
+    """Those of placements that lie in these packs, and whose bases do."""
+    held: set[int | None] = {base for base, at in bases.items() if not at.isdisjoint(packs)}
+    held.add(None)
+    return [one for one in found if one.pack_id in packs and one.base_id in held]
+
+
+def standalone_packs(tx: Connection, found: Sequence[Row[Any]]) -> dict[int, set[int]]:
+    """For each base of placements, the packs in which it lies whole."""
+    p = schema.placements
+    whole = select(p.c.block_id, p.c.pack_id).where(p.c.base_id.is_(None))
+    packs: dict[int, set[int]] = {}
+    for batch in batches(sorted({one.base_id for one in found if one.base_id is not None})):
+        for base, pack in tx.execute(whole.where(is_one_of(tx, p.c.block_id, batch))):
+            packs.setdefault(base, set()).add(pack)
+    return packs
+
+
+def pin_live(
+    tx: Connection, upload_row: int, pack_rows: Iterable[int], *which: ColumnElement[bool]
+) -> dict[int, PackId]:
     """Pin those of these packs that are live once they are locked; returns their names."""
     packs = schema.packs
-    live: dict[str, int] = {}
-    for batch in batches(names):
+    live: dict[int, PackId] = {}
+    for batch in batches(sorted(pack_rows)):
         rows = tx.execute(
             select(packs.c.id, packs.c.name, packs.c.state)
-            .where(is_one_of(tx, packs.c.name, batch))
+            .where(is_one_of(tx, packs.c.id, batch), *which)
             .order_by(packs.c.id)
             .with_for_update(read=True)
-        )
-        live |= {name: pack_id for pack_id, name, state in rows if state == FileState.LIVE}
-    insert_missing(
-        tx,
-        schema.pins,
-        [{"upload_id": upload_row, "pack_id": pack_id} for pack_id in sorted(live.values())],
-    )
-    return set(live)
+        ).all()
+        live |= {pack: PackId(name) for pack, name, state in rows if state == FileState.LIVE}
+    insert_missing(tx, schema.pins, [{"upload_id": upload_row, "pack_id": pack} for pack in live])
+    return live
+
+
+def held_packs(tx: Connection, upload_row: int) -> set[int]:
+    """Live packs an upload holds, by row ids."""
+    packs, pins = schema.packs, schema.pins
+    held = select(pins.c.pack_id).join(packs).where(pins.c.upload_id == upload_row)
+    return set(tx.scalars(held.where(packs.c.state == FileState.LIVE)))
 
 
 def doubtful_packs(tx: Connection, upload: UploadId, wanted: int) -> list[PackId]:
@@ -413,21 +440,21 @@ def insert_placements(tx: Connection, pack_row: int, placements: Sequence[Placem
     sizes = {p.encoding.block: p.encoding.raw_bytes for p in placements}
     sizes |= {p.encoding.base: p.encoding.raw_bytes for p in placements if p.encoding.base}
     ids = block_rows(tx, sizes)
-    for batch in batches(placements):
-        tx.execute(
-            insert(schema.placements),
-            [
-                {
-                    "pack_id": pack_row,
-                    "offset": placement.offset,
-                    "block_id": ids[placement.encoding.block],
-                    "base_id": ids[placement.encoding.base] if placement.encoding.base else None,
-                    "stored_bytes": placement.encoding.stored_bytes,
-                    "encoding": entry_bytes(placement),
-                }
-                for placement in batch
-            ],
-        )
+    insert_new(
+        tx,
+        schema.placements,
+        [
+            {
+                "pack_id": pack_row,
+                "offset": placement.offset,
+                "block_id": ids[placement.encoding.block],
+                "base_id": ids[placement.encoding.base] if placement.encoding.base else None,
+                "stored_bytes": placement.encoding.stored_bytes,
+                "encoding": entry_bytes(placement),
+            }
+            for placement in placements
+        ],
+    )
 
 
 def block_rows(tx: Connection, sizes: Mapping[BlockId, int]) -> dict[BlockId, int]:
