@@ -224,10 +224,12 @@ class Yard(Catalogued, Loads, Closing):
         return gather_files(source, self.block_bytes, include, exclude, self._settings)
 
     def preview(
-        self, gathered: Gathered, progress: Callable[[int], None] | None = None
+        self, gathered: Gathered, name: str, progress: Callable[[int], None] | None = None
     ) -> PushPlan:
-        """What a push would send, without sending it."""
-        return preview(gathered.contents, self.catalogue, progress or (lambda done_bytes: None))
+        """What a push to a model would send, without sending it."""
+        project = ModelName.parse(name).project
+        said = progress or (lambda done_bytes: None)
+        return preview(gathered.contents, self.catalogue, project, said)
 
     def pull(
         self,

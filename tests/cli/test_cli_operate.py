@@ -158,6 +158,19 @@ def test_whether_projects_share_content_is_chosen_by_init_and_shown_by_doctor(
     assert cli.json(*yard, "init")["dedup"] == "project"
 
 
+def test_a_dry_run_tells_what_a_push_sends_where_projects_share_nothing(
+    cli: Cli, tmp_path: Path
+) -> None:
+    yard = ["--yard", tmp_path / "yard"]
+    cli.ok(*yard, "init", "--dedup", "project")
+    (tmp_path / "file").write_bytes(b"weights" * 1000)
+    cli.ok(*yard, "push", tmp_path / "file", "red/bert")
+    for project, new_bytes in (("red", 0), ("blue", 7000)):
+        push = [*yard, "push", tmp_path / "file", f"{project}/bert"]
+        assert cli.json(*push, "--dry-run")["new_bytes"] == new_bytes
+        assert cli.json(*push)["new_bytes"] == new_bytes
+
+
 def test_doctor_finds_nothing_to_mend_on_a_yard_that_works(
     two: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -102,6 +102,27 @@ def test_a_reader_is_told_of_packs_of_its_own_projects_only(
     assert apart.placements([block], reading=Reading(("green",), "eve")) == {}
 
 
+def test_what_a_push_would_find_is_what_its_claim_finds(apart: Registry, store: LocalStore) -> None:
+    push(apart, store, noise(1), model=RED)
+    block = block_id(noise(1))
+    every = Reading(("blue", "red"), "eve")
+    for reading in (None, every):
+        assert [*apart.placements([block], reading=reading, for_project="red")] == [block]
+        assert apart.placements([block], reading=reading, for_project="blue") == {}
+    stranger = Reading(("blue",), "eve")
+    assert apart.placements([block], reading=stranger, for_project="red") == {}
+
+
+def test_in_a_yard_that_shares_a_push_finds_what_other_projects_have(
+    database: Database, store: LocalStore
+) -> None:
+    binding.bind(database, store)
+    registry = Registry(database, store=store)
+    push(registry, store, noise(1), model=RED)
+    block = block_id(noise(1))
+    assert [*registry.placements([block], for_project="blue")] == [block]
+
+
 def test_the_cost_of_a_version_does_not_tell_what_another_project_has(
     apart: Registry, store: LocalStore
 ) -> None:

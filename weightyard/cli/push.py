@@ -95,7 +95,7 @@ def push(
         with yard.gather(path, include=include, exclude=exclude) as gathered:
             if dry_run:
                 with session.progress("Reading", gathered.logical_bytes) as advance:
-                    plan = yard.preview(gathered, advance)
+                    plan = yard.preview(gathered, name, advance)
                 result = {"model": str(model), **plan.model_dump(mode="json")}
                 session.show(result, lambda console: _show_plan(console, str(model), plan))
                 return

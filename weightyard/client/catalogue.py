@@ -105,9 +105,14 @@ class HttpCatalogue(Closing):
         return self.connection.get("/about", About)
 
     def placements(
-        self, blocks: Sequence[BlockId], *, within_s: float = math.inf
+        self,
+        blocks: Sequence[BlockId],
+        *,
+        for_project: str | None = None,
+        within_s: float = math.inf,
     ) -> Mapping[BlockId, Sequence[Placement]]:
-        return placements_at(self.connection, "/placements", blocks, within_s=within_s)
+        given = {"for_project": for_project}
+        return placements_at(self.connection, "/placements", blocks, given, within_s=within_s)
 
     def resolve(
         self, ref: Ref, *, deadline_s: float | None = None, within_s: float = math.inf

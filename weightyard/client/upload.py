@@ -96,7 +96,12 @@ class HttpUpload:
 
 
 def placements_at(
-    connection: Connection, path: str, blocks: Sequence[BlockId], *, within_s: float = math.inf
+    connection: Connection,
+    path: str,
+    blocks: Sequence[BlockId],
+    params: Mapping[str, str | None] | None = None,
+    *,
+    within_s: float = math.inf,
 ) -> dict[BlockId, Sequence[Placement]]:
     """Where blocks lie, asked at a path for as many at once as the service takes."""
     deadline = Deadline.after(within_s)
@@ -104,6 +109,8 @@ def placements_at(
     for start in range(0, len(blocks), MAX_CLAIMED):
         wanted = BlockList(blocks=[block.hex for block in blocks[start : start + MAX_CLAIMED]])
         left_s = deadline.left("asking where blocks lie")
-        answer = connection.send("POST", path, Placed, body=wanted, again=True, within_s=left_s)
+        answer = connection.send(
+            "POST", path, Placed, body=wanted, params=params, again=True, within_s=left_s
+        )
         found |= placements_by_block(answer)
     return found

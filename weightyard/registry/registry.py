@@ -122,8 +122,11 @@ class Registry(Closing):
         *,
         reading: Reading | None = None,
         within_s: float = math.inf,
+        for_project: str | None = None,
     ) -> Mapping[BlockId, Sequence[Placement]]:
-        return self.database.read(lambda tx: uploads.find_placements(tx, blocks, reading))
+        return self.database.read(
+            lambda tx: uploads.find_placements(tx, blocks, reading, for_project)
+        )
 
     def resolve(self, ref: Ref, *, within_s: float = math.inf) -> Version:
         return self.database.ask(lambda tx: versions.resolve(tx, ref))

@@ -183,18 +183,25 @@ class Reading:
 
 
 def find_placements(
-    tx: Connection, blocks: Sequence[BlockId], reading: Reading | None = None
+    tx: Connection,
+    blocks: Sequence[BlockId],
+    reading: Reading | None = None,
+    for_project: str | None = None,
 ) -> dict[BlockId, list[Placement]]:
     """Where blocks lie that can be read; bases are not followed.
 
     A reader with projects is told of packs of others only where it has no copy of its own.
+    `for_project`: as a claim of an upload of this project would find them.
     """
+    may = () if reading is None else (reading.allows(schema.blocks.c.id),)
+    if for_project is not None:
+        apart = tx.scalar(select(schema.registry.c.dedup)) == Dedup.PROJECT
+        return _find(tx, blocks, _claimable(for_project if apart else None), *may)
     if reading is None:
         return _find(tx, blocks)
     own = or_(schema.packs.c.project.is_(None), schema.packs.c.project.in_(reading.projects))
-    may = reading.allows(schema.blocks.c.id)
-    found = _find(tx, blocks, may, own)
-    return found | _find(tx, [block for block in blocks if block not in found], may)
+    found = _find(tx, blocks, *may, own)
+    return found | _find(tx, [block for block in blocks if block not in found], *may)
 
 
 def _find(

@@ -168,9 +168,20 @@ def _with_bases(
 
 @router.post("/placements")
 @needs(Role.READ)
-async def find_placements(yard: Yard, caller: Caller, body: BlockList) -> Placed:
+async def find_placements(
+    yard: Yard,
+    caller: Caller,
+    body: BlockList,
+    for_project: Annotated[
+        str | None, Query(description="Only where an upload of this project would find them")
+    ] = None,
+) -> Placed:
     """Where blocks lie, of those one may read."""
-    found = await yard.ask(yard.registry.placements, body.ids(), reading=caller.reading)
+    if for_project is not None:
+        for_project = ModelName(for_project, "any").project
+    found = await yard.ask(
+        yard.registry.placements, body.ids(), reading=caller.reading, for_project=for_project
+    )
     return await yard.ask(placed, found)
 
 

@@ -127,6 +127,18 @@ class Catalogue(Placements, Protocol):
     is_service: bool
     """Whether it looks after its store by itself: writes records, and tells it what to keep."""
 
+    def placements(
+        self,
+        blocks: Sequence[BlockId],
+        *,
+        for_project: str | None = None,
+        within_s: float = math.inf,
+    ) -> Mapping[BlockId, Sequence[Placement]]:
+        """Where blocks lie; `for_project`: where an upload of this project would find them.
+
+        A block the store does not have is left out.
+        """
+
     def resolve(self, ref: Ref, *, within_s: float = math.inf) -> Version:
         """The version a ref means now. Raises NoSuchThing."""
 

@@ -11,7 +11,7 @@ from weightyard.format.assembly import manifest_of
 from weightyard.format.block import block_id
 from weightyard.names import BlockId
 from weightyard.records import PushPlan, PushPlanFile
-from weightyard.transfer.catalogue import Placements
+from weightyard.transfer.catalogue import Catalogue
 from weightyard.transfer.source import piece_bytes
 from weightyard.transfer.writer import Content
 
@@ -20,10 +20,14 @@ _BATCH_BLOCKS = 1024
 
 def preview(
     contents: Sequence[Content],
-    catalogue: Placements,
+    catalogue: Catalogue,
+    project: str,
     progress: Callable[[int], None] = lambda done_bytes: None,
 ) -> PushPlan:
-    """Which bytes the store has not. Reads and hashes everything; claims and writes nothing."""
+    """Which bytes a push to a project would send.
+
+    Reads and hashes everything; claims and writes nothing.
+    """
     cuts = [(piece, content.sources) for content in contents for piece in content.split.pieces]
     with ThreadPoolExecutor(max(2, os.cpu_count() or 2), "weightyard-hash") as workers:
         ids: list[BlockId] = []
@@ -32,7 +36,7 @@ def preview(
         ):
             ids.append(id)
             progress(piece.raw_bytes)
-    missing = _missing(catalogue, ids)
+    missing = _missing(catalogue, project, ids)
     rest = iter(ids)
     names = [[next(rest) for _ in content.split.pieces] for content in contents]
     seen: set[BlockId] = set()
@@ -57,9 +61,10 @@ def preview(
     )
 
 
-def _missing(catalogue: Placements, blocks: Sequence[BlockId]) -> set[BlockId]:
+def _missing(catalogue: Catalogue, project: str, blocks: Sequence[BlockId]) -> set[BlockId]:
     unique = list(dict.fromkeys(blocks))
     missing = set(unique)
     for start in range(0, len(unique), _BATCH_BLOCKS):
-        missing -= catalogue.placements(unique[start : start + _BATCH_BLOCKS]).keys()
+        batch = unique[start : start + _BATCH_BLOCKS]
+        missing -= catalogue.placements(batch, for_project=project).keys()
     return missing
