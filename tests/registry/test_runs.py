@@ -72,6 +72,21 @@ def test_a_run_is_taken_over_only_from_the_generation_that_is_expected(registry:
     assert registry.run(RUN).generation == 2
 
 
+def test_taking_a_run_over_again_with_the_same_key_is_the_same_taking_over(
+    registry: Registry,
+) -> None:
+    for _ in range(2):  # the answer was lost, not the work
+        assert registry.begin_generation(RUN, expect=0, key="mine").generation == 1
+    with pytest.raises(RunTakenOver):
+        registry.begin_generation(RUN, expect=0, key="another")
+    assert registry.begin_generation(RUN, expect=1, key="another").generation == 2
+    with pytest.raises(RunTakenOver) as late:
+        registry.begin_generation(RUN, expect=0, key="mine")
+    assert late.value.current == 2, "another has it by now"
+    registry.remove_model(RUN)
+    assert registry.begin_generation(RUN, key="another").generation == 3, "it was made anew"
+
+
 def test_of_many_who_expect_the_same_generation_one_gets_the_next(
     one: Registry, database: Database
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
@@ -266,14 +267,16 @@ class HttpCatalogue(Closing):
     def run(self, name: ModelName) -> Run:
         return self.connection.get(_run_path(name), Run)
 
-    def begin_generation(self, name: ModelName, *, expect: int | None = None) -> Run:
-        # Repeated after a lost answer, one that expects would meet what it did itself.
+    def begin_generation(
+        self, name: ModelName, *, expect: int | None = None, key: str | None = None
+    ) -> Run:
         return self.connection.send(
             "POST",
             f"{_run_path(name)}/generations",
             Run,
             body=body(GenerationWanted, expect=expect),
-            again=expect is None,
+            headers={"Idempotency-Key": key or secrets.token_hex(16)},
+            again=True,
         )
 
     def alias(self, name: ModelName, alias: AliasName) -> int | None:

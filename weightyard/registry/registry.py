@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
@@ -121,8 +122,8 @@ class Registry(Closing):
         blocks: Sequence[BlockId],
         *,
         reading: Reading | None = None,
-        within_s: float = math.inf,
         for_project: str | None = None,
+        within_s: float = math.inf,
     ) -> Mapping[BlockId, Sequence[Placement]]:
         return self.database.read(
             lambda tx: uploads.find_placements(tx, blocks, reading, for_project)
@@ -219,12 +220,18 @@ class Registry(Closing):
         return self.database.read(lambda tx: runs.get(tx, name))
 
     def begin_generation(
-        self, name: ModelName, *, expect: int | None = None, who: str | None = None
+        self,
+        name: ModelName,
+        *,
+        expect: int | None = None,
+        key: str | None = None,
+        who: str | None = None,
     ) -> Run:
         """Take a run over. Raises RunTakenOver, Conflict."""
-        return self._change(
-            lambda tx: runs.begin_generation(tx, name, expect=expect, who=self._or_me(who))
-        )
+        key, who = key or secrets.token_hex(16), self._or_me(who)
+        self._require_newest()
+        taking = partial(runs.begin_generation, name=name, expect=expect, key=key, who=who)
+        return _twice(self.database, taking)
 
     def alias(self, name: ModelName, alias: AliasName) -> int | None:
         """The number of the version an alias is on, or None."""
@@ -572,10 +579,12 @@ class RegistryUpload:
     ) -> _T:
         """Run a step that may be repeated, once more if its answer was lost."""
 
-        def work(tx: Connection) -> _T:
-            return step(tx, self._id, *arguments, **options)
+        return _twice(self._database, lambda tx: step(tx, self._id, *arguments, **options))
 
-        try:
-            return self._database.write(work)
-        except RegistryUnavailable:
-            return self._database.write(work)
+
+def _twice(database: Database, work: Callable[[Connection], _T]) -> _T:
+    """Run work that may be repeated, once more if its answer was lost."""
+    try:
+        return database.write(work)
+    except RegistryUnavailable:
+        return database.write(work)

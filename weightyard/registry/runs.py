@@ -31,7 +31,9 @@ def get(tx: Connection, name: ModelName) -> Run:
     return Run.model_validate(model.model_dump())
 
 
-def begin_generation(tx: Connection, name: ModelName, *, expect: int | None, who: str) -> Run:
+def begin_generation(
+    tx: Connection, name: ModelName, *, expect: int | None, key: str, who: str
+) -> Run:
     """Raises as `weightyard.transfer.catalogue.Catalogue.begin_generation`."""
     # Locked before it is made anew: of two who find it removed, the second finds a run.
     before = tx.execute(_row(name).with_for_update()).one_or_none()
@@ -40,11 +42,14 @@ def begin_generation(tx: Connection, name: ModelName, *, expect: int | None, who
     if row.kind != RUN:
         raise Conflict(f"{name} is a model, so no run can have its name: choose another")
     was_removed = before is not None and before.removed_ms is not None
+    if row.generation_key == key and not was_removed:
+        return get(tx, name)  # the answer was lost, not the work
     current = 0 if was_removed else row.generation  # as `get` tells it; the row's goes on growing
     if expect is not None and expect != current:
         raise RunTakenOver(str(name), expect, current)
     began = {"generation": row.generation + 1}
-    tx.execute(update(_m).where(_m.c.id == row.id).values(removed_ms=None, **began))
+    taken = {**began, "generation_key": key, "removed_ms": None}
+    tx.execute(update(_m).where(_m.c.id == row.id).values(taken))
     record_event(tx, who, "run.generation", str(name), began)
     outbox.put_journal(tx, "generation", str(name), who, began)
     return get(tx, name)

@@ -102,6 +102,8 @@ models = Table(
     Column("removed_ms", Millis),
     # Of a run. Never goes back, not even if the run is removed and made again.
     Column("generation", BigInteger, nullable=False, server_default="0"),
+    # Of who took it over last: the same key again is the same taking over.
+    Column("generation_key", String(128)),
     UniqueConstraint("project", "name"),
 )
 

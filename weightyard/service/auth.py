@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import json
 from collections.abc import Callable, Coroutine
@@ -46,6 +47,10 @@ class Principal:
     def reading(self) -> Reading | None:
         """Which blocks may be known of; None: all."""
         return None if self.projects is None else Reading(self.projects, self.who)
+
+    def own_key(self, key: str) -> str:
+        """Idempotency keys of different callers never meet, so none learns of another's work."""
+        return hashlib.sha256(f"{self.who}\0{key}".encode("utf-8", "surrogatepass")).hexdigest()
 
     def require(self, role: Role, project: str | None) -> None:
         """Raises NotAllowed. A project of None stands for the whole yard."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from fastapi import APIRouter, Body, Path
+from fastapi import APIRouter, Body, Header, Path
 from fastapi.openapi.models import Example
 
 from weightyard.names import ModelName
@@ -52,10 +52,21 @@ async def begin_generation(
     caller: Caller,
     model: Named,
     body: Annotated[GenerationWanted | None, Body(openapi_examples=_GENERATIONS)] = None,
+    idempotency_key: Annotated[
+        str | None,
+        Header(
+            min_length=1,
+            max_length=128,
+            description="Repeated with the same key, it is taken over once",
+        ),
+    ] = None,
 ) -> Run:
     """Take a run over; it is made if it is new. Who had it before cannot commit any more."""
     expect = None if body is None else body.expect
-    return await yard.ask(yard.registry.begin_generation, model, expect=expect, who=caller.who)
+    key = None if idempotency_key is None else caller.own_key(idempotency_key)
+    return await yard.ask(
+        yard.registry.begin_generation, model, expect=expect, key=key, who=caller.who
+    )
 
 
 @router.get("/uploads/{upload}")

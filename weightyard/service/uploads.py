@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import pathlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -289,7 +288,7 @@ async def commit(
     said = body or Commit()
     publication = _checked(caller, said.publication or opened.publication)
     handle = _handle(yard, caller, opened)
-    key = _own_key(caller, idempotency_key or opened.upload.hex)
+    key = caller.own_key(idempotency_key or opened.upload.hex)
     if said.digest is not None:
         version = await yard.commit(_commit_written, yard, handle, said.digest, publication, key)
     else:
@@ -322,8 +321,3 @@ def _commit_received(
         publication = publication.model_copy(update={"config": config_in(yard, manifest)})
     replicas = least_replicas(yard.store, publication.replication)
     return publish(yard.store, handle, manifest, publication, key, min_replicas=replicas)
-
-
-def _own_key(caller: Principal, key: str) -> str:
-    """Keys of different callers never meet, so none learns of another's versions."""
-    return hashlib.sha256(f"{caller.who}\0{key}".encode("utf-8", "surrogatepass")).hexdigest()

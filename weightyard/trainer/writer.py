@@ -177,6 +177,7 @@ class YardWriter(StorageWriter, Closing):
         """The run's generation under which this writes; None until the first save."""
         # A coordinator of before a re-election must not take the run back by its first save.
         self._found = 0 if generation is not None else current_generation(yard.catalogue, self.run)
+        self._key = secrets.token_hex(16)
         self.metrics = dict(metrics or {})
         """Those of the checkpoints to come, as are the tags."""
         self.tags: dict[str, str] = {}
@@ -252,7 +253,8 @@ class YardWriter(StorageWriter, Closing):
         with self._own_save() as save:
             known = self._known_plans(plans)
             if self.generation is None:
-                taken = catalogue.begin_generation(self.run, expect=self._found)
+                # The key is the writer's: a save after one whose answer was lost finds its own.
+                taken = catalogue.begin_generation(self.run, expect=self._found, key=self._key)
                 self.generation = taken.generation
             save.publication = checked_publication(
                 {

@@ -224,12 +224,15 @@ class Catalogue(Placements, Protocol):
     def run(self, name: ModelName) -> Run:
         """One run. Raises NoSuchThing, also for a model that is none."""
 
-    def begin_generation(self, name: ModelName, *, expect: int | None = None) -> Run:
+    def begin_generation(
+        self, name: ModelName, *, expect: int | None = None, key: str | None = None
+    ) -> Run:
         """Take a run over, one that is new included: its generation grows by one, from 0.
 
         From then on no commit of an older generation succeeds. With `expect` only if the run is at
         that generation now, 0 for one that is new or was removed; of several who expect the same,
-        one succeeds.
+        one succeeds. Repeating it with the same key after a lost answer returns the same
+        generation, unless another took the run over since.
         Raises RunTakenOver, which has the current one; Conflict for a model that is no run.
         """
 
