@@ -158,6 +158,20 @@ def test_whether_projects_share_content_is_chosen_by_init_and_shown_by_doctor(
     assert cli.json(*yard, "init")["dedup"] == "project"
 
 
+def test_a_file_beside_a_yards_folders_is_found_and_its_database_is_none(
+    cli: Cli, tmp_path: Path
+) -> None:
+    root = tmp_path / "yard"
+    (tmp_path / "file").write_bytes(b"weights" * 1000)
+    cli.ok("--yard", root, "push", tmp_path / "file", "team/bert")
+    cli.ok("--yard", root, "gc")
+    assert (root / "registry.db").is_file()
+    assert cli.json("--yard", root, "check")["findings"] == []
+    (root / "notes.txt").write_text("whose?")
+    (finding,) = json.loads(cli("--yard", root, "check", "--json").out)["findings"]
+    assert (finding["code"], finding["subject"]) == ("unknown-file", "notes.txt")
+
+
 def test_a_dry_run_tells_what_a_push_sends_where_projects_share_nothing(
     cli: Cli, tmp_path: Path
 ) -> None:

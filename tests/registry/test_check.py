@@ -219,6 +219,7 @@ def test_a_file_without_a_row_is_reported_and_left_alone(
     push(registry, store, noise(1))
     strays = ["packs/aa/" + "a" * 32, "packs/loose", "manifests/bb/" + "b" * 64, "packs/zz/deep/x"]
     strays += ["models/loose", "models/team/bert/notes.txt", "journal/copy.json"]
+    strays += ["notes.txt", "copied/packs/aa/deep"]
     for stray in strays:
         (root / stray).parent.mkdir(parents=True, exist_ok=True)
         (root / stray).write_bytes(b"whose?")

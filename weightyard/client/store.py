@@ -78,6 +78,9 @@ class ServiceStore(Store):
     def list(self, folder: StorePath) -> Iterator[FileStat]:
         self._refuse()
 
+    def top(self) -> Sequence[StorePath]:
+        self._refuse()
+
     def read(
         self,
         location: Location,

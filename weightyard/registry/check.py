@@ -26,6 +26,7 @@ from weightyard.registry.examine import Examined, examine_manifest, examine_pack
 from weightyard.registry.rows import batches
 from weightyard.registry.schema import FileState
 from weightyard.storage import layout
+from weightyard.storage.opening import folder_of
 from weightyard.storage.store import FileStat, Store, StorePath
 from weightyard.transfer.together import run_together
 
@@ -122,6 +123,7 @@ def check(
     checking.check_files(PACKS)
     checking.check_files(MANIFESTS)
     checking.check_staging()
+    checking.check_top()
     checking.check_records()
     checking.check_blocks()
     return checking.finish()
@@ -186,6 +188,20 @@ class _Checking:
         known = self._database.read(partial(_uploads, names=sorted(folders)))
         for path in files:
             if path.text.split("/")[1] not in known:
+                self._report_unknown(path)
+
+    def check_top(self) -> None:
+        """What lies beside the folders of a yard, and is no file of its database either."""
+        beside = self._database.files_in(folder_of(self._store))
+        for path in self._store.top():
+            if path in layout.TOP or (beside and path.text.startswith(beside)):
+                continue
+            try:
+                self._store.stat(path)
+            except FileMissing:  # a folder
+                for file in self._store.list(path):
+                    self._report_unknown(file.path)
+            else:
                 self._report_unknown(path)
 
     def check_records(self) -> None:

@@ -6,6 +6,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 from sqlalchemy import (
@@ -187,6 +188,16 @@ class Database:
             yield
         finally:
             driver.execute(f"PRAGMA busy_timeout={_BUSY_S}000")
+
+    def files_in(self, folder: Path | None) -> str | None:
+        """How the names of its files in a folder begin; None: it has none there.
+
+        SQLite has files beside the database, and so has `alone`.
+        """
+        if not self.is_sqlite or folder is None or not self.url.database:
+            return None
+        file = Path(self.url.database).absolute()
+        return file.name if file.parent.resolve() == folder.resolve() else None
 
     def _make_engine(self) -> Engine:
         if not self.is_sqlite:

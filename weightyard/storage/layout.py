@@ -21,6 +21,10 @@ DAMAGED = StorePath("damaged")
 """Where `heal` puts files whose bytes are wrong, out of the way of good ones. Nobody reads them."""
 
 
+TOP = frozenset((*FOLDERS, YARD, OWNERS, DAMAGED))
+"""All that a yard has right below its root."""
+
+
 def pack(pack: PackId) -> StorePath:
     return StorePath(f"{PACKS}/{pack.hex[:2]}/{pack.hex}")
 

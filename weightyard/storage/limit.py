@@ -249,6 +249,9 @@ class LimitedStore(Store):
     def list(self, folder: StorePath) -> Iterator[FileStat]:
         return self.store.list(folder)
 
+    def top(self) -> Sequence[StorePath]:
+        return self.store.top()
+
     def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
         return self.store.locate(path, timeout_s=timeout_s)
 

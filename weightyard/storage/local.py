@@ -6,7 +6,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from stat import S_ISREG
 
@@ -118,18 +118,16 @@ class LocalStore(Store):
 
     def list(self, folder: StorePath) -> Iterator[FileStat]:
         for parent, names in self._walk(folder):
-            for name in names:
-                file = Path(parent, name)
-                try:
-                    path = StorePath(file.relative_to(self.folder).as_posix())
-                except InvalidName:
-                    _log.warning("store.foreign_file", file=file)
-                    continue
+            for path in self._named(Path(parent, name) for name in names):
                 try:
                     found = self.stat(path)
                 except FileMissing:  # deleted meanwhile
                     continue
                 yield found
+
+    def top(self) -> Sequence[StorePath]:
+        with _translated(self.folder):
+            return [*self._named(self.folder.iterdir())]
 
     def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
         length = self.stat(path).length
@@ -192,6 +190,14 @@ class LocalStore(Store):
         with _translated(folder):
             for parent, _, names in os.walk(self._at(folder), onerror=fail):
                 yield parent, names
+
+    def _named(self, files: Iterable[Path]) -> Iterator[StorePath]:
+        """The paths of files, without those that no store writes."""
+        for file in files:
+            try:
+                yield StorePath(file.relative_to(self.folder).as_posix())
+            except InvalidName:
+                _log.warning("store.foreign_file", file=file)
 
     def _at(self, path: StorePath) -> Path:
         return self.folder / path.text

@@ -111,6 +111,9 @@ class RetryingStore(Store):
     def stat(self, path: StorePath) -> FileStat:
         return self._retry.run("stat", lambda: self._store.stat(path))
 
+    def top(self) -> Sequence[StorePath]:
+        return self._retry.run("list", self._store.top)
+
     def list(self, folder: StorePath) -> Iterator[FileStat]:
         """As the store's; a failure before the first file is retried, a later one is raised."""
 

@@ -227,6 +227,10 @@ class Store(Closing):
         """All files below a folder, at any depth, in no order. A missing folder has none."""
 
     @abstractmethod
+    def top(self) -> Sequence[StorePath]:
+        """What lies right below the root, files and folders, in no order."""
+
+    @abstractmethod
     def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
         """Where a file's bytes are, replica by replica. Raises FileMissing.
 

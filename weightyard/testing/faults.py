@@ -88,6 +88,9 @@ class FaultyStore(Store):
     def list(self, folder: StorePath) -> Iterator[FileStat]:
         return iter(self.call("list", lambda: [*self._store.list(folder)]))
 
+    def top(self) -> Sequence[StorePath]:
+        return self.call("list", self._store.top)
+
     def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
         return self.call("locate", lambda: self._store.locate(path, timeout_s=timeout_s))
 

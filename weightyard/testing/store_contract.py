@@ -264,6 +264,14 @@ class StoreContract:
         assert sorted(found.values()) == [1, 2, 3]
         assert list(ready.list(StorePath("packs/no-such-folder"))) == []
 
+    def test_top_has_files_and_folders_right_below_the_root(self, ready: Store) -> None:
+        before = set(ready.top())
+        assert {*layout.FOLDERS} <= before
+        stage = ready.stage(layout.staging(UploadId.new(), "file"))
+        stage.write(b"whose?")
+        ready.publish(stage.close(), StorePath("loose"))
+        assert set(ready.top()) - before == {StorePath("loose")}
+
     def test_only_an_empty_folder_can_be_deleted(self, ready: Store) -> None:
         staged = stage(ready, b"x")
         folder = StorePath(staged.path.text.rpartition("/")[0])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeVar
 
@@ -67,13 +67,17 @@ class Namespace:
     def status(self, path: str) -> FileStatus:
         return self.call(f"looking at {path}", lambda client: client.get_file_info(path))
 
+    def entries(self, folder: str) -> Sequence[FileStatus]:
+        """Files and folders right below a folder."""
+        return self.call(f"listing {folder}", partial(_entries, folder))
+
     def list(self, folder: str) -> Iterator[FileStatus]:
         """All files below a folder. Folders that vanish meanwhile have none."""
         folders = [folder]
         while folders:
             one = folders.pop()
             try:
-                entries = self.call(f"listing {one}", partial(_entries, one))
+                entries = self.entries(one)
             except FileMissing:
                 continue
             for entry in entries:

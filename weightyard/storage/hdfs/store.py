@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from hdfs_native import FileStatus
 from typing_extensions import Buffer
@@ -153,14 +153,21 @@ class HdfsStore(Store):
         return _stat(path, status)
 
     def list(self, folder: StorePath) -> Iterator[FileStat]:
+        for path, status in self._named(self._namespace.list(self._cluster.at(folder))):
+            yield _stat(path, status)
+
+    def top(self) -> Sequence[StorePath]:
+        entries = self._namespace.entries(self._cluster.root)
+        return [path for path, _ in self._named(entries)]
+
+    def _named(self, found: Iterable[FileStatus]) -> Iterator[tuple[StorePath, FileStatus]]:
+        """Files with their paths, without those that no store writes."""
         prefix = f"{self._cluster.root}/"
-        for status in self._namespace.list(self._cluster.at(folder)):
+        for status in found:
             try:
-                path = StorePath(status.path.removeprefix(prefix))
+                yield StorePath(status.path.removeprefix(prefix)), status
             except InvalidName:
                 _log.warning("store.foreign_file", file=status.path)
-                continue
-            yield _stat(path, status)
 
     def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
         return self._locate(path, self._deadline(timeout_s))
