@@ -121,6 +121,26 @@ def test_what_is_stored_whole_and_as_a_delta_takes_both_and_is_loaded_once(
     assert promised <= before - after < promised + 4 * KIB
 
 
+def test_the_base_of_a_delta_goes_when_the_cost_says_so_though_the_block_lies_whole_too(
+    registry: Registry, store: LocalStore
+) -> None:
+    base = noise(1)
+    data = bytes(100) + base[100:]
+    push(registry, store, base)
+    push_delta(registry, store, data, base)
+    upload = registry.open_upload(BERT, Publication())
+    write_pack(upload, store, (data, None))
+    upload.abandon()
+    for number in (1, 2):  # the base's own version first: the delta still needs it, for gc too
+        ref = Ref.parse(f"team/bert@v{number}")
+        promised = registry.freed_by_removing(ref)
+        before = sum(file.length for file in store.list(layout.PACKS))
+        registry.remove(ref)
+        gc(registry, store)
+        after = sum(file.length for file in store.list(layout.PACKS))
+        assert promised <= before - after < promised + 4 * KIB
+
+
 @pytest.mark.cluster
 def test_hdfs_keeps_packs_and_manifests_as_the_most_demanding_version_asks(
     cluster: MiniCluster, database: Database
