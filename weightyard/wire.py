@@ -187,7 +187,7 @@ class Placed(Record):
 
 
 class AddedPack(Body):
-    """A pack that is published and durable, and what it holds."""
+    """A pack that is published and durable, or about to be sent, and what it holds."""
 
     pack: HexPack
     bytes: int = Field(ge=1, le=MAX_PACK_BYTES)
@@ -195,9 +195,10 @@ class AddedPack(Body):
 
 
 class PackSteps(Body):
-    """Packs about to be written, and packs that were."""
+    """Packs about to be written, packs about to be sent, and packs in the store."""
 
     begin: list[HexPack] = Field(default_factory=list, max_length=MAX_PACKS)
+    send: list[AddedPack] = Field(default_factory=list, max_length=MAX_PACKS)
     add: list[AddedPack] = Field(default_factory=list, max_length=MAX_PACKS)
 
 

@@ -19,6 +19,7 @@ from weightyard.errors import (
     BlockCorrupt,
     FileMissing,
     NoSuchThing,
+    QuotaExceeded,
     RegistryUnavailable,
     Unsupported,
     YardError,
@@ -128,6 +129,18 @@ def test_a_pack_the_service_did_not_take_stays_staged_to_be_sent_again(
         with pytest.raises(FileMissing):
             store.publish(staged, layout.pack(made.pack))
     assert world.store.stat(layout.pack(made.pack)).length == len(content)
+
+
+def test_a_pack_for_which_the_quota_has_no_room_is_not_sent(
+    world: World, opens: Opens, folder: Path, came_in: Counted
+) -> None:
+    world.registry.set_quota("team", stored_bytes=MIB, versions=None)
+    with opens(via="service") as yard:
+        with pytest.raises(QuotaExceeded, match="then push again"):
+            yard.push(folder, "team/bert")
+        assert came_in() < 64 * KIB
+        (folder / "small.bin").write_bytes(random.Random(7).randbytes(MIB))
+        assert yard.push(folder / "small.bin", "team/bert").number == 1, "what fits just so is"
 
 
 def test_what_another_project_has_is_sent_all_the_same(

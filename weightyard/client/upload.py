@@ -12,9 +12,11 @@ from weightyard.format.manifest import Manifest
 from weightyard.format.pack import Placement
 from weightyard.names import BlockId, Digest, PackId, UploadId
 from weightyard.records import Publication, Version
+from weightyard.storage import layout
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.store import StorePath
 from weightyard.transfer.catalogue import ManifestFile
+from weightyard.transfer.reader import pack_index
 from weightyard.transfer.source import Source
 from weightyard.wire import (
     MAX_CLAIMED,
@@ -83,9 +85,14 @@ class HttpUpload:
     def put_stored(self, path: StorePath, content: Source) -> None:
         """Send a pack that was begun, or a manifest, through the service into the store.
 
-        For those who cannot reach it. Raises PackInvalid, BlockCorrupt, ManifestInvalid.
+        For those who cannot reach it. Raises PackInvalid, BlockCorrupt, ManifestInvalid; before
+        a byte of a pack is sent QuotaExceeded.
         """
         folder, _, name = path.text.split("/")
+        if folder == layout.PACKS.text:
+            held = pack_index(PackId(name), content.length, content.read_at)
+            coming = AddedPack(pack=name, bytes=content.length, entries=entries_of(held))
+            self._step(PackSteps(send=[coming]))
         self._connection.put(f"{self._path}/{folder}/{name}", Sending(content))
 
     def abandon(self) -> None:

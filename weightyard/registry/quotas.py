@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from sqlalchemy import Connection, delete, func, insert, select
 
 from weightyard.errors import QuotaExceeded
-from weightyard.names import UploadId
+from weightyard.format.pack import Placement
+from weightyard.names import BlockId, UploadId
 from weightyard.records import Quota
-from weightyard.registry import audit, schema, versions
+from weightyard.registry import audit, schema, uploads, versions
 from weightyard.registry.schema import FileState
 
 _q, _v, _m = schema.quotas, schema.versions, schema.models
@@ -60,8 +63,8 @@ def require(tx: Connection, project: str, *, more_versions: int = 0) -> None:
             )
 
 
-def require_room(tx: Connection, upload: UploadId) -> None:
-    """Raises QuotaExceeded if what an upload has written does not fit any more.
+def require_room(tx: Connection, upload: UploadId, coming: Sequence[Placement] = ()) -> None:
+    """Raises QuotaExceeded if what an upload has written, and is about to, does not fit any more.
 
     For whoever is about to send more: a commit would refuse it, after all was sent. What other
     uploads write is not counted, which may never be published.
@@ -74,13 +77,27 @@ def require_room(tx: Connection, upload: UploadId) -> None:
     ).one_or_none()
     if row is None:
         return
-    written = _written(tx, row.id)
+    written = _written(tx, row.id) + _new(tx, coming)
     stored = versions.stored_bytes_of_project(tx, row.project) + written
     if written and stored > row.stored_bytes:
         raise QuotaExceeded(
             f"project {row.project} would store more than {stored} bytes, its quota is "
             f"{row.stored_bytes}: remove versions, then push again"
         )
+
+
+def _new(tx: Connection, coming: Sequence[Placement]) -> int:
+    """Encoded bytes of blocks that lie nowhere yet, each counted once.
+
+    Whether the version takes more for one that does, only its commit can tell.
+    """
+    shortest: dict[BlockId, int] = {}
+    for placement in coming:
+        encoding = placement.encoding
+        before = shortest.get(encoding.block, encoding.stored_bytes)
+        shortest[encoding.block] = min(before, encoding.stored_bytes)
+    known = uploads.find_block_rows(tx, list(shortest))
+    return sum(size for block, size in shortest.items() if block not in known)
 
 
 def _written(tx: Connection, upload_row: int) -> int:

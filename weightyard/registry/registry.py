@@ -518,8 +518,12 @@ class RegistryUpload:
 
     def begin_pack(self, pack: PackId) -> None:
         said = self._publication
-        self._database.read(lambda tx: quotas.require_room(tx, self._id))
+        self.require_room()
         self._write(uploads.begin_pack, pack, said.replication, said.policy)
+
+    def require_room(self, coming: Sequence[Placement] = ()) -> None:
+        """Raises QuotaExceeded if what is written, with what is coming, has no room any more."""
+        self._database.read(lambda tx: quotas.require_room(tx, self._id, coming))
 
     def add_pack(self, pack: PackId, pack_bytes: int, placements: Sequence[Placement]) -> None:
         self._write(uploads.add_pack, pack, pack_bytes, placements)

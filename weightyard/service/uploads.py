@@ -123,12 +123,16 @@ async def claim(yard: Yard, caller: Caller, opened: Opened, body: BlockList) -> 
 async def packs(yard: Yard, caller: Caller, opened: Opened, body: PackSteps) -> None:
     """Say that packs are about to be written (`begin`), or that they are in the store (`add`).
 
-    What is said of a pack is held against the pack. May be repeated.
+    What is said of a pack is held against the pack. May be repeated. Whoever sends packs through
+    the service may say so before (`send`), to learn whether the project's quota has room for them.
     """
     handle = _handle(yard, caller, opened)
     replicas = least_replicas(yard.store, opened.publication.replication)
     for name in body.begin:
         await yard.ask(handle.begin_pack, PackId(name))
+    for coming in body.send:
+        placements = await yard.ask(placements_in, coming.pack, coming.entries)
+        await yard.ask(handle.require_room, placements)
     for added in body.add:
         pack = PackId(added.pack)
         placements = await yard.ask(placements_in, added.pack, added.entries)
