@@ -111,7 +111,7 @@ pack. Resolving: 1,000 times by number, alias and none. A claim asks for 10,000 
 are, if fewer), a commit publishes 9,000 of them, *add* makes a new pack of 1,000 blocks known. A gc
 plan is a dry run, once with nothing to go, once when retention lets half of the versions go; its
 peak is that of its process, interpreter and libraries included. PostgreSQL runs on the same
-machine, as it is after installation."""
+machine, as it is after installation. What filling a database left in memory is written before."""
 
 _SERVICE = """\
 ## The service
