@@ -3,8 +3,9 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-# Processes that run tests side by side. Those that share a cluster go to the same one.
-WORKERS ?= 2
+# Processes that run tests side by side. Those that share a cluster go to the same one, which mostly
+# waits for daemons: two cores have time for a third.
+WORKERS ?= 3
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 # Before the tests, which have a time limit each, and so that none of them waits for the network.
@@ -14,7 +15,7 @@ FETCH_HADOOP := from weightyard.settings import Settings; \
 # Hundreds of processes are started by the tests; each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run setup setup-dev setup-bench test test-long check fmt bench docker-test clean
+.PHONY: help run setup setup-dev setup-bench test tests test-long check fmt bench docker-test clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -28,7 +29,10 @@ setup-bench: $(VENV)/ready-bench
 run: setup ## push an example model and serve it; says what to try in a second terminal
 	@$(BIN)/python examples/try_it.py
 
-test: setup-dev check ## checks and tests, those on a real mini-HDFS too
+test: setup-dev ## checks and tests, those on a real mini-HDFS too
+	@$(MAKE) --no-print-directory --jobs=2 check tests
+
+tests: setup-dev # side by side with the checks
 	$(PYTEST)
 
 test-long: setup-dev ## what is too long for every change
