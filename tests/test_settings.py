@@ -6,7 +6,7 @@ import pytest
 
 from weightyard.errors import BadSetting
 from weightyard.opening import chosen_url
-from weightyard.settings import Settings
+from weightyard.settings import Settings, unknown_variables, variables
 from weightyard.storage.opening import open_store
 
 
@@ -44,8 +44,27 @@ def test_a_url_that_is_no_store_says_what_to_use(url: str) -> None:
 
 def test_a_setting_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTYARD_DEADLINE_S", "soon")
-    with pytest.raises(BadSetting, match="DEADLINE_S"):
+    with pytest.raises(BadSetting, match=r"^WEIGHTYARD_DEADLINE_S: "):
         Settings()
+    monkeypatch.delenv("WEIGHTYARD_DEADLINE_S")
+    monkeypatch.setenv("WEIGHTYARD_CACHE_MAX", "much")
+    with pytest.raises(BadSetting, match=r"^WEIGHTYARD_CACHE_MAX: 'much' is no amount of bytes"):
+        Settings()
+
+
+def test_every_variable_is_in_the_docs() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "cli.md").read_text()
+    assert [name for name in sorted(variables()) if f"`{name}`" not in page] == []
+
+
+def test_a_variable_that_is_no_setting_is_known_with_what_it_may_have_meant(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert unknown_variables() == {}
+    monkeypatch.setenv("WEIGHTYARD_TOKNE", "x")
+    monkeypatch.setenv("WEIGHTYARD_REF", "told by weightyard follow")
+    monkeypatch.setenv("WEIGHTYARD_TOKEN", "x")
+    assert unknown_variables() == {"WEIGHTYARD_TOKNE": "WEIGHTYARD_TOKEN"}
 
 
 def test_settings_cannot_be_changed() -> None:

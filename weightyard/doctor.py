@@ -28,7 +28,7 @@ from weightyard.records import Record
 from weightyard.registry import binding, freshness, migrate, outbox, schema
 from weightyard.registry.database import Database, now_ms
 from weightyard.registry.schema import Dedup
-from weightyard.settings import Settings
+from weightyard.settings import Settings, unknown_variables
 from weightyard.storage.opening import folder_of, open_store
 from weightyard.storage.store import ReadPath, Store
 
@@ -73,6 +73,9 @@ def examine(
         yield _fail("settings", why)
         return
     yield _ok("settings", _source(url, settings, chosen))
+    for name, near in unknown_variables().items():
+        meant = f"did you mean {near}?" if near else "docs/cli.md lists them"
+        yield _warn("settings", f"{name} is set, but no setting is called so", meant)
     if is_service(chosen):
         yield from _guarded("service", lambda: _service(str(chosen), token, settings))
         return

@@ -6,7 +6,9 @@ What torchrun tells its ranks there is no setting: the trainer reads that itself
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,6 +16,11 @@ from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_vali
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from weightyard.errors import BadSetting
+
+PREFIX = "WEIGHTYARD_"
+
+TOLD = frozenset(PREFIX + name for name in ("REF", "VERSION", "DIGEST", "PATH"))
+"""What `weightyard follow` tells the command that it runs; no settings."""
 
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,3})?)\s*([KMGTP]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 
@@ -30,7 +37,7 @@ class Settings(BaseSettings):
     """What the environment says, read once. Arguments of a call go before it."""
 
     model_config = SettingsConfigDict(
-        env_prefix="WEIGHTYARD_",
+        env_prefix=PREFIX,
         env_ignore_empty=True,  # `WEIGHTYARD_URL= command` takes a setting away
         frozen=True,
         extra="ignore",
@@ -151,5 +158,31 @@ class Settings(BaseSettings):
             super().__init__(**values)
         except ValidationError as why:
             first = why.errors()[0]
-            name = "_".join(str(part) for part in first["loc"]).upper()
-            raise BadSetting(f"setting {name}: {first['msg']}") from None
+            said = first["msg"].removeprefix("Value error, ")
+            raise BadSetting(f"{_variable(str(first['loc'][0]))}: {said}") from None
+
+
+def _variable(name: str) -> str:
+    """The variable of a field, or of the alias by which a value came."""
+    return f"{PREFIX}{name.upper()}" if name in Settings.model_fields else name
+
+
+def variables() -> set[str]:
+    """The names of all variables that are read."""
+    found: set[str] = set()
+    for name, field in Settings.model_fields.items():
+        match field.validation_alias:
+            case AliasChoices(choices=names):
+                found.update(str(one) for one in names)
+            case str(other):
+                found.add(other)
+            case _:
+                found.add(_variable(name))
+    return found
+
+
+def unknown_variables() -> dict[str, str | None]:
+    """Variables of this process that look like settings and are none: what each may have meant."""
+    known = variables() | TOLD
+    odd = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
+    return {name: next(iter(get_close_matches(name, known, 1)), None) for name in odd}

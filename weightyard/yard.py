@@ -158,6 +158,7 @@ class Yard(Catalogued, Loads, Closing):
         metadata: Mapping[str, Any] | None = None,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
+        follow_links: bool = False,
         replication: int | None = None,
         policy: str | None = None,
         codec: Literal["auto", "raw"] = "auto",
@@ -167,9 +168,11 @@ class Yard(Catalogued, Loads, Closing):
     ) -> Pushed:
         """Publish a folder, a file or a state dict as the next version of a model.
 
-        A folder may lie in HDFS (`hdfs://…`): it is streamed. What the store has already is not
-        sent again, so a push that was interrupted goes on where it stopped. Nothing is visible
-        before all of it is. Raises Conflict, Refused, Retryable.
+        A folder may lie in HDFS (`hdfs://…`): it is streamed. `include` and `exclude` are patterns
+        of its paths; `follow_links` takes a link to a file for that file, as in the cache of the
+        Hugging Face Hub, else links are refused. What the store has already is not sent again, so
+        a push that was interrupted goes on where it stopped. Nothing is visible before all of it
+        is. Raises Conflict, Refused, Retryable.
         """
         model = ModelName.parse(name)
         if delta != "off" and parent is None:
@@ -189,7 +192,9 @@ class Yard(Catalogued, Loads, Closing):
         checked_publication(said)  # refused before a source is read that may be large
         if isinstance(source, Gathered):
             return self._push(source, model, said, codec, delta, progress)
-        with self.gather(source, include=include, exclude=exclude) as gathered:
+        with self.gather(
+            source, include=include, exclude=exclude, follow_links=follow_links
+        ) as gathered:
             return self._push(gathered, model, said, codec, delta, progress)
 
     def _push(
@@ -212,6 +217,7 @@ class Yard(Catalogued, Loads, Closing):
         *,
         include: Sequence[str] | None = None,
         exclude: Sequence[str] | None = None,
+        follow_links: bool = False,
     ) -> Gathered:
         """What a push of this source would consist of; `push` takes it as its source.
 
@@ -221,7 +227,14 @@ class Yard(Catalogued, Loads, Closing):
             from weightyard.loader.state import state_content
 
             return Gathered([state_content(source, self.block_bytes)])
-        return gather_files(source, self.block_bytes, include, exclude, self._settings)
+        return gather_files(
+            source,
+            self.block_bytes,
+            include,
+            exclude,
+            self._settings,
+            follow_links=follow_links,
+        )
 
     def preview(
         self, gathered: Gathered, name: str, progress: Callable[[int], None] | None = None

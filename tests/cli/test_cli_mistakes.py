@@ -68,7 +68,26 @@ def test_a_pattern_that_fits_nothing_says_what_there_is(
 def test_a_link_is_refused_by_name(cli: Cli, tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "link").symlink_to("/etc/passwd")
-    assert "is a link" in cli.refused(2, "push", tmp_path / "model", BERT)
+    assert "--follow-links" in cli.refused(2, "push", tmp_path / "model", BERT)
+    (tmp_path / "model" / "link").unlink()
+    (tmp_path / "model" / "link").symlink_to(tmp_path)
+    said = cli.refused(2, "push", tmp_path / "model", BERT, "--follow-links")
+    assert "link to a folder" in said
+    (tmp_path / "model" / "link").unlink()
+    (tmp_path / "model" / "link").symlink_to("gone")
+    said = cli.refused(2, "push", tmp_path / "model", BERT, "--follow-links")
+    assert "leads nowhere" in said
+
+
+def test_a_folder_of_links_is_pushed_as_what_they_point_to_if_that_is_asked_for(
+    cli: Cli, base: Path, tmp_path: Path
+) -> None:
+    hub = tmp_path / "models--bert" / "snapshots" / "1a2b"
+    hub.mkdir(parents=True)
+    for file in base.iterdir():
+        (hub / file.name).symlink_to(os.path.relpath(file, hub))
+    pushed = cli.json("push", hub, BERT, "--follow-links")
+    assert pushed["digest"] == cli.json("push", base, BERT)["digest"]
 
 
 def test_what_is_there_is_never_overwritten(cli: Cli, base: Path, tmp_path: Path) -> None:
@@ -94,6 +113,25 @@ def test_url_and_store_together_are_refused(cli: Cli, monkeypatch: pytest.Monkey
 def test_a_service_that_does_not_answer_is_named(cli: Cli) -> None:
     said = cli.refused(3, "--yard", "http://127.0.0.1:1", "ls")
     assert "http://127.0.0.1:1 does not answer" in said
+
+
+def test_who_waits_for_a_service_is_told_why_once(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTYARD_DEADLINE_S", "3")
+    ran = cli("--yard", "http://127.0.0.1:1", "ls")
+    assert ran.code == 3
+    notice, error = ran.err.splitlines()
+    assert notice.startswith("weightyard: service.tried_again host=127.0.0.1 attempt=1 reason=")
+    assert "does not answer" in error
+
+
+@pytest.mark.parametrize("proxy", ["nonsense://127.0.0.1:9", "http://127.0.0.1:port"])
+def test_a_proxy_that_cannot_be_used_is_named(
+    cli: Cli, proxy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ALL_PROXY", proxy)
+    assert "ALL_PROXY" in cli.refused(2, "--yard", "http://127.0.0.1:1", "ls")
 
 
 def test_who_runs_a_yard_needs_more_than_a_service(cli: Cli) -> None:

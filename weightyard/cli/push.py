@@ -43,6 +43,9 @@ def push(
     metadata: MetadataOption = None,
     include: Included = None,
     exclude: Excluded = None,
+    follow_links: Annotated[
+        bool, typer.Option("--follow-links", help="Take a link to a file for that file.")
+    ] = False,
     replication: Annotated[
         int | None, typer.Option(metavar="N", min=1, max=512, help="Copies in HDFS.")
     ] = None,
@@ -75,6 +78,8 @@ def push(
 
       weightyard push hdfs://cluster/models/bert team/bert --include '*.safetensors'
 
+      weightyard push ~/.cache/huggingface/hub/models--bert/snapshots/1a2b team/bert --follow-links
+
       weightyard push ./model team/bert --dry-run
     """
     from weightyard.names import AliasName, ModelName
@@ -92,7 +97,9 @@ def push(
             from weightyard.cli.refs import resolve
 
             parent = resolve(yard, parent).ref
-        with yard.gather(path, include=include, exclude=exclude) as gathered:
+        with yard.gather(
+            path, include=include, exclude=exclude, follow_links=follow_links
+        ) as gathered:
             if dry_run:
                 with session.progress("Reading", gathered.logical_bytes) as advance:
                     plan = yard.preview(gathered, name, advance)

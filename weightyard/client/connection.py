@@ -72,15 +72,21 @@ class Connection:
         headers = {"User-Agent": f"weightyard/{version('weightyard')}"}
         if token:
             headers["Authorization"] = f"Bearer {token}"
-        self._http = httpx.Client(
-            base_url=url.rstrip("/") + PREFIX,
-            headers=headers,
-            timeout=_TIMEOUT,
-            limits=httpx.Limits(max_connections=32, max_keepalive_connections=8),
-            # Followed for reading only; the token stays behind when the host changes.
-            follow_redirects=False,
-            transport=transport,
-        )
+        try:
+            self._http = httpx.Client(
+                base_url=url.rstrip("/") + PREFIX,
+                headers=headers,
+                timeout=_TIMEOUT,
+                limits=httpx.Limits(max_connections=32, max_keepalive_connections=8),
+                # Followed for reading only; the token stays behind when the host changes.
+                follow_redirects=False,
+                transport=transport,
+            )
+        except (ValueError, ImportError, httpx.InvalidURL) as why:
+            raise BadSetting(
+                f"the environment's proxy (HTTP_PROXY, HTTPS_PROXY, ALL_PROXY) cannot be used: "
+                f"{why}; name an http:// one, or unset the variable"
+            ) from why
 
     def close(self) -> None:
         self._http.close()
@@ -206,7 +212,7 @@ class Connection:
                 tried = "once" if attempt == 1 else f"{attempt} times"
                 raise DeadlineExceeded(f"{error}; tried {tried}") from error
             once_more = once_more and not is_over
-            _log.info("service.tried_again", host=self.host, attempt=attempt, reason=error)
+            _log.warning("service.tried_again", host=self.host, attempt=attempt, reason=error)
             time.sleep(pause_s)
 
     def put(self, path: str, file: Sending) -> None:

@@ -19,20 +19,21 @@ from weightyard.transfer.source import FileSource, Source, translated
 from weightyard.transfer.writer import Content, Writer
 
 
-def files_in(folder: Path) -> list[tuple[FilePath, Path]]:
+def files_in(folder: Path, *, follow_links: bool = False) -> list[tuple[FilePath, Path]]:
     """The files of a folder, or the one file, by the names they will have.
 
-    Raises Refused for links and whatever else is no file, NotAllowed if a folder below cannot be
-    read: what is pushed is all there is.
+    `follow_links`: a link to a file counts as that file; those to folders are refused all the
+    same, since they may lead round in circles. Raises Refused for other links and whatever else
+    is no file, NotAllowed if a folder below cannot be read: what is pushed is all there is.
     """
     if folder.is_file():
         return [(FilePath(folder.name), folder)]
     if not folder.is_dir():
-        raise NoSuchThing(f"{folder} is not there")
+        raise NoSuchThing(f"there is no folder or file {folder}")
     found = []
     for file in sorted(_below(folder)):
-        if file.is_symlink():
-            raise Refused(f"{file} is a link: push what it points to")
+        if file.is_symlink() and not (follow_links and file.is_file()):
+            raise Refused(f"{file} is a link{_about(file)}")
         if file.is_dir():
             continue
         if not file.is_file():
@@ -41,6 +42,13 @@ def files_in(folder: Path) -> list[tuple[FilePath, Path]]:
     if not found:
         raise NoSuchThing(f"{folder} has no files")
     return found
+
+
+def _about(link: Path) -> str:
+    """What to do about a link that is not followed."""
+    if link.is_file():
+        return ": follow links (--follow-links) to push the file that it points to"
+    return " to a folder: put a copy there" if link.is_dir() else " that leads nowhere"
 
 
 def _below(folder: Path) -> Iterator[Path]:
@@ -55,10 +63,15 @@ def _below(folder: Path) -> Iterator[Path]:
 
 
 def folder_contents(
-    folder: Path, block_bytes: int, wanted: Callable[[FilePath], bool] = lambda path: True
+    folder: Path,
+    block_bytes: int,
+    wanted: Callable[[FilePath], bool] = lambda path: True,
+    *,
+    follow_links: bool = False,
 ) -> list[Content]:
     """The files of a folder that are wanted, split. Raises NoSuchThing if none is."""
-    found = ((path, FileSource(file)) for path, file in files_in(folder) if wanted(path))
+    files = files_in(folder, follow_links=follow_links)
+    found = ((path, FileSource(file)) for path, file in files if wanted(path))
     contents = split_sources(found, block_bytes)
     if not contents:
         raise NoSuchThing(f"{folder} has no file that fits")

@@ -53,14 +53,20 @@ def gather_files(
     include: Sequence[str] | None = None,
     exclude: Sequence[str] | None = None,
     settings: Settings | None = None,
+    *,
+    follow_links: bool = False,
 ) -> Gathered:
-    """The files of a folder, here or in HDFS, or one file. Raises NoSuchThing, NotAllowed."""
+    """The files of a folder, here or in HDFS, or one file. Raises NoSuchThing, NotAllowed.
+
+    `follow_links` is for folders of this host: links to files count as these.
+    """
 
     def wanted(path: FilePath) -> bool:
         return is_wanted(path.text, include, exclude)
 
     if not str(source).lower().startswith(("hdfs://", "viewfs://")):
-        return Gathered(folder_contents(Path(source), block_bytes, wanted))
+        contents = folder_contents(Path(source), block_bytes, wanted, follow_links=follow_links)
+        return Gathered(contents)
     from weightyard.storage.hdfs.tree import HdfsTree
 
     tree = HdfsTree(str(source), settings)
