@@ -12,6 +12,7 @@ service; to train by that, its store must be in reach, too: checkpoints go strai
 from __future__ import annotations
 
 import argparse
+import signal
 import time
 from pathlib import Path
 
@@ -91,6 +92,7 @@ def train(yard_url: str | None, steps: int, interval: int) -> None:
             interval=interval,
             keep_latest_k=2,
             async_mode="async",
+            signals=(signal.SIGTERM, signal.SIGINT),  # Ctrl-C saves and ends, too
         ) as run,
     ):
         run.resume()

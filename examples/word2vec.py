@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import signal
 from collections import Counter
 from pathlib import Path
 
@@ -109,6 +110,7 @@ def train(yard_url: str | None, steps: int, interval: int) -> None:
             state={"model": model, "optim": optimizer, "data": sampler},
             interval=interval,
             keep_latest_k=3,
+            signals=(signal.SIGTERM, signal.SIGINT),  # Ctrl-C saves and ends, too
         ) as run,
     ):
         run.resume()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -76,11 +77,13 @@ def run(yard: Path, script: str, *arguments: str, ranks: int = 0) -> str:
 
 
 @contextmanager
-def running(yard: Path, script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+def running(
+    yard: Path, script: str, *arguments: str, ranks: int = 0
+) -> Iterator[subprocess.Popen[str]]:
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(
-            started(yard, script, *arguments),
-            env=environment(yard),
+            started(yard, script, *arguments, ranks=ranks),
+            env={**environment(yard), "PYTHONUNBUFFERED": "1"},
             stdout=subprocess.PIPE,
             stderr=said,
             text=True,
@@ -119,6 +122,27 @@ def test_words_learned_by_two_workers_then_three_are_found_by_another_process(
         saved = yard.load("example/word2vec@step-60", tensors="model.*")
     assert published.version.number == 2
     assert torch.equal(published["vectors.weight"], saved["model.vectors.weight"])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("asked_by", [signal.SIGTERM, signal.SIGINT])
+def test_a_job_whose_launcher_is_asked_to_end_saves_its_step_and_goes_on_when_started_again(
+    tmp_path: Path, asked_by: signal.Signals
+) -> None:
+    # torchrun hands it to all processes of a rank, also to those that prepare its batches.
+    folder = tmp_path / "yard"
+    with running(folder, "word2vec.py", "train", "--steps=100000", "--interval=50", ranks=2) as job:
+        assert job.stdout is not None
+        assert job.stdout.readline().startswith("step 50,")
+        job.send_signal(asked_by)
+        job.wait(LIMIT_S)
+    with open_yard(str(folder)) as yard:
+        newest = yard.versions("example/word2vec")[0].step
+    assert newest is not None
+    assert newest > 50
+    last = newest // 50 * 50 + 50
+    after = run(folder, "word2vec.py", "train", f"--steps={last}", "--interval=50", ranks=2)
+    assert list(losses(after)) == [last]
 
 
 def test_a_transformer_of_four_workers_goes_on_with_two_while_another_process_serves_it(

@@ -4,9 +4,17 @@ The adapters for Lightning and Hugging Face are modules of their own: they need 
 """
 
 from weightyard.records import KeepBest
+from weightyard.trainer.loader_workers import stay_on_signals
 from weightyard.trainer.reader import YardReader
 from weightyard.trainer.run import TrainRun
 from weightyard.trainer.sampler import GlobalOffsetSampler
 from weightyard.trainer.writer import YardWriter
 
-__all__ = ["GlobalOffsetSampler", "KeepBest", "TrainRun", "YardReader", "YardWriter"]
+__all__ = [
+    "GlobalOffsetSampler",
+    "KeepBest",
+    "TrainRun",
+    "YardReader",
+    "YardWriter",
+    "stay_on_signals",
+]

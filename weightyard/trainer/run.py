@@ -20,6 +20,7 @@ from weightyard.names import AliasName, ModelName, Ref, Step
 from weightyard.records import KeepBest, Retention, Version
 from weightyard.trainer import rng
 from weightyard.trainer.job import Job
+from weightyard.trainer.loader_workers import staying
 from weightyard.trainer.packing import Items, Room
 from weightyard.trainer.parts import (
     RANKS,
@@ -152,6 +153,8 @@ class TrainRun(Closing):
         in_background = async_mode == "async"
         self._saver = Saver(self._writer, self.job, self._let_go, in_background=in_background)
         self._leaving = Leaving(signals)
+        for value in state.values():
+            staying(value)
 
     def resume(self) -> int | None:
         """Take the run over and go on from its newest checkpoint; its step, or None if it is new.

@@ -18,6 +18,7 @@ from torch.utils.data import Sampler
 
 from weightyard.errors import Refused
 from weightyard.logs import Log
+from weightyard.trainer.loader_workers import staying
 
 _log = Log(__name__)
 
@@ -101,9 +102,11 @@ class GlobalOffsetSampler(Sampler[int]):
 
         Workers may be any number of batches ahead: what the loop was not given is given again
         after a resume, and by the next call if the loop is left early. With `drop_last` what was
-        dropped counts as consumed. Raises Refused if the loader does not say its batch size.
+        dropped counts as consumed. Its workers stay when a signal asks the job to end. Raises
+        Refused if the loader does not say its batch size.
         """
         size = _batch_size(loader)
+        staying(loader)
         self._end_of_pass = None
         self._may_warn = False
         iterator = iter(loader)  # a StatefulDataLoader puts the sampler where it was saved
