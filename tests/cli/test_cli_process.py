@@ -158,6 +158,22 @@ with bar("Pushing", 1 << 40) as advance:
     )
 
 
+def test_a_narrow_terminal_cuts_nothing_and_has_a_line_for_each_version(
+    cli: Cli, base: Path
+) -> None:
+    digest = cli.json("push", base, BERT)["digest"]
+    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "60", "NO_COLOR": "1"}
+    code, shown = _on_terminal([*cli.command("show", BERT)], env)
+    assert code == 0
+    assert "…" not in shown
+    assert digest in re.sub(r"\x1b\[[\d;]*m|\s", "", shown)
+    code, shown = _on_terminal([*cli.command("ls", BERT)], env)
+    assert code == 0
+    (line,) = (line for line in shown.splitlines() if " ago" in line or "just now" in line)
+    assert line.split()[0] == "v1"
+    assert "(" not in shown
+
+
 def test_on_a_terminal_rm_takes_no_for_an_answer(cli: Cli, base: Path) -> None:
     cli.ok("push", base, BERT)
     command = [*cli.command("rm", f"{BERT}@v1")]

@@ -89,8 +89,7 @@ def _in_project(models: Iterable[Model], project: str | None) -> list[Model]:
 
 
 def _show_models(console: Console, models: Sequence[Model], project: str | None) -> None:
-    from weightyard.cli.tables import table
-    from weightyard.cli.wording import when
+    from weightyard.cli.tables import moment, table
 
     if not models:
         where = f"in {project}" if project else "yet"
@@ -106,7 +105,7 @@ def _show_models(console: Console, models: Sequence[Model], project: str | None)
                 str(model.versions),
                 f"v{model.latest}" if model.latest else "",
                 ", ".join(f"{alias}=v{number}" for alias, number in model.aliases.items()),
-                when(model.created),
+                moment(console, model.created),
                 model.created_by,
             )
             for model in models
@@ -115,8 +114,7 @@ def _show_models(console: Console, models: Sequence[Model], project: str | None)
 
 
 def _show_runs(console: Console, runs: Sequence[Model], project: str | None) -> None:
-    from weightyard.cli.tables import table
-    from weightyard.cli.wording import when
+    from weightyard.cli.tables import moment, table
 
     if not runs:
         where = f"in {project}" if project else "yet"
@@ -133,7 +131,7 @@ def _show_runs(console: Console, runs: Sequence[Model], project: str | None) -> 
                 "" if run.latest_step is None else f"step-{run.latest_step}",
                 str(run.generation),
                 ", ".join(f"{alias}=v{number}" for alias, number in run.aliases.items()),
-                when(run.created),
+                moment(console, run.created),
                 run.created_by,
             )
             for run in runs
@@ -142,8 +140,8 @@ def _show_runs(console: Console, runs: Sequence[Model], project: str | None) -> 
 
 
 def _show_versions(console: Console, model: Model, versions: Sequence[Version]) -> None:
-    from weightyard.cli.tables import clean, table
-    from weightyard.cli.wording import size, when
+    from weightyard.cli.tables import clean, moment, table
+    from weightyard.cli.wording import size
 
     if not versions:
         console.print(f"{model.name} has no versions", markup=False)
@@ -158,7 +156,7 @@ def _show_versions(console: Console, model: Model, versions: Sequence[Version]) 
                 *([f"{version.step}"] if is_run else []),
                 ", ".join(version.aliases),
                 size(version.logical_bytes),
-                when(version.created),
+                moment(console, version.created),
                 version.author,
                 clean(version.message.partition("\n")[0], longest=60),
             )

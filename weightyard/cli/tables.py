@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from datetime import datetime
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_WIDE = 120
+"""Columns of a terminal; what is no terminal counts as wider."""
 
 _RIGHT = ("size", "new", "bytes", "stored", "versions", "step", "generation")
 
@@ -26,10 +30,19 @@ def table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]
     shown = Table(box=SIMPLE_HEAD if console.is_terminal else None, pad_edge=False)
     for column in columns:
         is_number = column in _RIGHT
-        shown.add_column(column, justify="right" if is_number else "left", no_wrap=is_number)
+        justify: Literal["right", "left"] = "right" if is_number else "left"
+        # Folded where it is too long, never cut: a digest or a name is there to be copied.
+        shown.add_column(column, justify=justify, no_wrap=is_number, overflow="fold")
     for row in rows:
         shown.add_row(*(Text(clean(cell)) for cell in row))
     console.print(shown)
+
+
+def moment(console: Console, at: datetime | None) -> str:
+    """A time for a table of a row a line: how long ago, and where there is room, when exactly."""
+    from weightyard.cli.wording import ago, when
+
+    return when(at) if at is None or console.width >= _WIDE else ago(at)
 
 
 def facts(console: Console, pairs: Iterable[tuple[str, str]]) -> None:
@@ -39,7 +52,7 @@ def facts(console: Console, pairs: Iterable[tuple[str, str]]) -> None:
 
     shown = Table.grid(padding=(0, 2))
     shown.add_column(style="dim", no_wrap=True)
-    shown.add_column()
+    shown.add_column(overflow="fold")
     for name, value in pairs:
         if value:
             shown.add_row(name, Text(clean(value)))

@@ -112,8 +112,7 @@ def _show_new(console: Console, made: NewToken, quiet: bool) -> None:
 
 
 def _show(console: Console, tokens: Sequence[Token]) -> None:
-    from weightyard.cli.tables import table
-    from weightyard.cli.wording import when
+    from weightyard.cli.tables import moment, table
 
     if not tokens:
         console.print("No tokens yet: weightyard token create NAME", markup=False)
@@ -126,9 +125,9 @@ def _show(console: Console, tokens: Sequence[Token]) -> None:
                 token.name,
                 token.role,
                 _projects(token),
-                when(token.created),
-                when(token.last_used),
-                when(token.revoked) if token.revoked else "",
+                moment(console, token.created),
+                moment(console, token.last_used),
+                moment(console, token.revoked) if token.revoked else "",
             )
             for token in tokens
         ],
