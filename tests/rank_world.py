@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import sys
@@ -109,6 +110,7 @@ def run_ranks(
 def _rank(
     world: World, job: Job, rank: int, size: int, port: int, is_grouped: bool, answer: Any
 ) -> None:
+    gc.freeze()  # what all ranks share is no garbage, and looking at it would copy it
     os.environ |= {
         "GLOO_SOCKET_IFNAME": "lo",
         "MASTER_ADDR": "127.0.0.1",
