@@ -52,6 +52,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("anywhere")
 
+# Threads of torch that have nothing to do turn round and round for a while, at the expense of the
+# tests beside. Read when torch is first imported, by programs that tests start, too.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 # What runs in the background of a shell ignores Ctrl-C; programs that tests interrupt must not.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
