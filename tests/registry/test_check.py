@@ -367,7 +367,7 @@ def test_a_record_of_another_version_under_the_same_name_holds_up_no_other_and_i
     assert "move the file away" in report.findings[0].advice
     assert registry.heal(store, report).left == report.findings
     assert read_whole(store, path) == before, "nobody else's file is touched"
-    (root / path.text).rename(root / "elsewhere.json")
+    (root / path.text).rename(root.parent / "elsewhere.json")
     assert registry.heal(store, registry.check(store)).left == ()
     assert registry.check(store).is_clean
     assert history.read_record(store, path).version["digest"] == "0" * 64
