@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,6 +51,7 @@ _MEETINGS = 3
 """How often in a row that may be chance."""
 _BUSY_S = 30
 """How long SQLite may wait for a file that others use."""
+_SQLITE: dict[str, Any] = {"timeout": _BUSY_S, "check_same_thread": False}
 _DEADLINES = {
     "connect_timeout": 10,
     "tcp_user_timeout": 30_000,
@@ -99,6 +101,8 @@ class Database:
         if not self.is_sqlite and self.url.get_backend_name() != "postgresql":
             raise BadSetting(f"database {self.url.drivername}: use sqlite:/// or postgresql://")
         self.engine = self._make_engine()
+        self._watching: sqlite3.Connection | None = None
+        self._watch_lock = threading.Lock()
 
     def write(self, work: Callable[[Connection], _T]) -> _T:
         """Run work in one transaction that may change things, and commit it.
@@ -158,7 +162,28 @@ class Database:
         except exc.DBAPIError as why:
             raise _as_ours(why) from why
 
+    def stamp(self) -> int | None:
+        """Is another one whenever anything was committed; None where that is not told at once.
+
+        SQLite tells it of what other connections commit, so this one is used for nothing else.
+        """
+        if not self.is_sqlite or self.url.database in (None, "", ":memory:"):
+            return None
+        try:
+            with self._watch_lock:
+                if self._watching is None:
+                    where, how = self.engine.dialect.create_connect_args(self.url)
+                    self._watching = sqlite3.connect(where[0], **{**how, **_SQLITE})
+                found: int = self._watching.execute("PRAGMA data_version").fetchone()[0]
+                return found
+        except sqlite3.Error:
+            return None  # who asks for more than that is told what is wrong
+
     def close(self) -> None:
+        with self._watch_lock:
+            if self._watching is not None:
+                self._watching.close()
+                self._watching = None
         self.engine.dispose()
 
     @contextmanager
@@ -217,9 +242,7 @@ class Database:
                 raise BadSetting("PostgreSQL needs psycopg: install weightyard[service]") from None
             event.listen(engine, "do_connect", _connect_postgresql)
             return engine
-        engine = create_engine(
-            self.url, connect_args={"timeout": _BUSY_S, "check_same_thread": False}
-        )
+        engine = create_engine(self.url, connect_args=_SQLITE)
         event.listen(engine, "connect", _prepare_sqlite)
         event.listen(engine, "begin", _begin_sqlite)
         return engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -12,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Connection
 
 from weightyard.closing import Closing
-from weightyard.errors import RegistryUnavailable
+from weightyard.errors import RegistryUnavailable, YardError
 from weightyard.format.manifest import Manifest
 from weightyard.format.pack import Placement
 from weightyard.names import (
@@ -73,6 +74,7 @@ from weightyard.registry import (
 from weightyard.registry.collect import GcOptions
 from weightyard.registry.database import Database
 from weightyard.registry.progress import Progress, silent
+from weightyard.registry.unchanged import Unchanged
 from weightyard.registry.uploads import OpenUpload, Reading
 from weightyard.storage import layout
 from weightyard.storage.cancel import Cancel
@@ -112,6 +114,7 @@ class Registry(Closing):
         self._store = store
         self._who = who
         self._lease_s = lease_s
+        self._resolved: Unchanged[Ref, Version] = Unchanged(database)
         migrate.require_current(database)
 
     def close(self) -> None:
@@ -130,7 +133,9 @@ class Registry(Closing):
         )
 
     def resolve(self, ref: Ref, *, within_s: float = math.inf) -> Version:
-        return self.database.ask(lambda tx: versions.resolve(tx, ref))
+        return self._resolved.get(
+            ref, lambda: self.database.ask(partial(versions.resolve, ref=ref))
+        )
 
     def resolve_readable(self, name: ModelName, number: int) -> Version:
         """A version that is there, or was removed while a reader holds it. Raises NoSuchThing."""
@@ -202,7 +207,11 @@ class Registry(Closing):
         load does not wait long for it. Raises RegistryUnavailable.
         """
         if not self.database.read(lambda tx: versions.is_use_noted(tx, ref)):
+            refs = self._resolved.keys(lambda version: version.ref == str(ref))
             self.database.write_soon(lambda tx: versions.mark_used(tx, ref), _NOTING_S)
+            with suppress(YardError):
+                for one in refs:  # the next load should not have to ask because of this one
+                    self.resolve(one)
 
     def set_retention(
         self, name: ModelName, retention: Retention | None, *, who: str | None = None
