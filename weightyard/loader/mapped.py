@@ -71,12 +71,14 @@ class SnapshotOrigin(Origin):
         self.tally.moved("map", sum(plan.bytes for plan in plans))
         is_here = to.device.type == "cpu"
         made = self._here(plans, asked, to) if is_here else self._onto(plans, asked, to)
+        progress = None if self._is_told else asked.progress
+        delivered, left = self.tally.delivered, asked.deadline.left
         with closing(made):
             for plan, tensor in made:
-                self.tally.delivered(len(plan.names), plan.bytes)
-                if asked.progress is not None and not self._is_told:
-                    asked.progress(plan.bytes)
-                asked.deadline.left("loading")
+                delivered(len(plan.names), plan.bytes)
+                if progress is not None:
+                    progress(plan.bytes)
+                left("loading")
                 yield plan, tensor
                 del tensor  # from here on only the caller has it
 
@@ -84,6 +86,10 @@ class SnapshotOrigin(Origin):
         self, plans: Sequence[TensorPlan], asked: Asked, to: Destination
     ) -> Generator[tuple[TensorPlan, torch.Tensor]]:
         dtype = asked.torch_dtype
+        if dtype is None and not to.targets:
+            for plan in plans:
+                yield plan, self._wanted(plan)
+            return
         for plan in plans:
             target = to.targets.get(plan.name)
             is_cast = dtype is not None and result_dtype(plan, dtype) != torch_dtype(plan.dtype)
@@ -148,7 +154,12 @@ class SnapshotOrigin(Origin):
 
         `is_copied`: the caller makes one, so that a view of what is mapped will do.
         """
-        tensor = self._found(plan, self._mapped[self._path(plan.file)])
+        file = self._mapped[self._path(plan.file)]
+        if plan.is_whole:
+            tensor = file.tensor(plan.name, plan.dtype, plan.shape)
+            if tensor is not None:
+                return tensor
+        tensor = self._found(plan, file)
         if not plan.is_whole or tensor.shape != plan.shape:
             with self.tally.stage("place"):
                 tensor = picked(tensor, plan.region, is_copied=is_copied)

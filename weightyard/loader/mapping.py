@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +17,7 @@ from weightyard.format.safetensors import (
     parse_header,
 )
 from weightyard.loader.recent import Recent
+from weightyard.loader.stamp import Stamp
 from weightyard.loader.state import torch_dtype
 
 if TYPE_CHECKING:
@@ -27,18 +27,7 @@ _MOST_LYING = 20_000
 """Tensors of which is known where they lie: a few MB."""
 
 
-@dataclass(frozen=True, slots=True)
-class _FileState:
-    """What a file is as long as nobody writes to it."""
-
-    device: int
-    inode: int
-    bytes: int
-    modified_ns: int
-    changed_ns: int
-
-
-_lying: Recent[_FileState, Mapping[str, HeaderTensor]] = Recent(_MOST_LYING)
+_lying: Recent[Stamp, Mapping[str, HeaderTensor]] = Recent(_MOST_LYING)
 
 
 class MappedFile:
@@ -60,25 +49,28 @@ class MappedFile:
         except (OSError, RuntimeError) as why:
             raise _damaged(file, why) from why
         self._pages = torch.empty(0, dtype=torch.uint8).set_(storage).numpy().data
-        state = _FileState(
-            seen.st_dev, seen.st_ino, seen.st_size, seen.st_mtime_ns, seen.st_ctime_ns
-        )
-        found = _lying.get(state)
+        stamp = Stamp.of(seen)
+        found = _lying.get(stamp)
         if found is None:
             found = _tensors_in(file, self._pages)
-            _lying.keep(state, found, len(found))
+            _lying.keep(stamp, found, len(found))
         self._lying = found
 
     def head(self, length: int) -> bytes:
         """The first bytes of the file."""
         return bytes(self._pages[:length])
 
-    def tensor(self, name: str, dtype: DType) -> torch.Tensor | None:
-        """A tensor, with memory of its own; None if there is no such one. Raises Unsupported."""
+    def tensor(
+        self, name: str, dtype: DType, shape: tuple[int, ...] | None = None
+    ) -> torch.Tensor | None:
+        """A tensor, with memory of its own; None if there is no such one. Raises Unsupported.
+
+        `shape`: what it must have.
+        """
         import torch
 
         lies = self._lying.get(name)
-        if lies is None or lies.dtype is not dtype:
+        if lies is None or lies.dtype is not dtype or (shape is not None and lies.shape != shape):
             return None
         kind = torch_dtype(dtype)
         if lies.begin == lies.end:

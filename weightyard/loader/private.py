@@ -21,14 +21,16 @@ def private_folder(folder: Path) -> Path:
     a hand in it: a link, or a folder of someone else, is refused.
     """
     with translated(folder):
-        if not os.path.lexists(folder):
+        try:
+            seen = os.lstat(folder)
+        except FileNotFoundError:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with suppress(FileExistsError):
                 folder.mkdir(mode=0o700)
-        above = folder.parent.stat()
+            seen = os.lstat(folder)
+        above = os.stat(folder.parent)
         if above.st_mode & stat.S_IWOTH and not above.st_mode & stat.S_ISVTX:
             raise NotAllowed(f"{folder.parent} can be changed by every user: chmod o-w it")
-        seen = folder.lstat()
         if not stat.S_ISDIR(seen.st_mode):
             raise NotAllowed(f"{folder} is a link, or no folder: {_ADVICE}")
         if seen.st_uid != os.geteuid():
@@ -38,19 +40,19 @@ def private_folder(folder: Path) -> Path:
     return folder
 
 
-def is_own_file(file: Path, file_bytes: int) -> bool:
+def is_own_file(file: Path | str, file_bytes: int) -> bool:
     """Whether this is a plain file of this user, of that length."""
     try:
-        seen = file.lstat()
+        seen = os.lstat(file)
     except OSError:
         return False
     return stat.S_ISREG(seen.st_mode) and seen.st_uid == os.geteuid() and seen.st_size == file_bytes
 
 
-def is_own_folder(folder: Path) -> bool:
+def is_own_folder(folder: Path | str) -> bool:
     """Whether this is a folder of this user, and no link."""
     try:
-        seen = folder.lstat()
+        seen = os.lstat(folder)
     except OSError:
         return False
     return stat.S_ISDIR(seen.st_mode) and seen.st_uid == os.geteuid()

@@ -21,6 +21,9 @@ from weightyard.closing import Closing
 from weightyard.errors import InvalidName, NoSuchThing
 from weightyard.loader.locks import Lock
 from weightyard.loader.private import is_own_file, is_own_folder, read_small, write_small
+from weightyard.loader.recent import Recent
+from weightyard.loader.rechecking import RECHECK_S, recheck_behind
+from weightyard.loader.stamp import Stamp
 from weightyard.logs import Log
 from weightyard.names import Digest, FilePath
 from weightyard.transfer.source import translated
@@ -31,9 +34,6 @@ if TYPE_CHECKING:
     from weightyard.loader.mapping import MappedFile
 
 _log = Log(__name__)
-
-RECHECK_S = 24 * 3600.0
-"""A snapshot in use is verified again when its last verification is so long ago."""
 
 ROOT_NAME = "snapshots"
 
@@ -46,7 +46,8 @@ _MOVING_S = 10.0
 _NAME = re.compile(r"([0-9a-f]{64})(?:-[0-9a-f]{16})?", re.ASCII)
 _Hex = Annotated[str, msgspec.Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
-_rechecking = threading.Lock()
+_MOST_RECORDED = 20_000
+"""Files of which records are kept in memory: a few MB."""
 
 
 class FileRecord(msgspec.Struct, frozen=True):
@@ -75,6 +76,9 @@ class Record(msgspec.Struct, frozen=True):
     @property
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files)
+
+
+_records: Recent[tuple[Path, Stamp], Record] = Recent(_MOST_RECORDED)
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,16 @@ class Place:
 
     def read_record(self) -> Record | None:
         """None where there is no snapshot, or none this weightyard knows how to read."""
+        try:
+            key = self.record_file, Stamp.of(os.lstat(self.record_file))
+        except OSError:
+            return None
+        if (known := _records.get(key)) is not None:
+            return known
+        record = self._read_record()
+        return record if record is None else _records.keep(key, record, len(record.files))
+
+    def _read_record(self) -> Record | None:
         text = read_small(self.record_file, _MAX_RECORD_BYTES)
         if text is None:
             return None
@@ -187,12 +201,9 @@ class Snapshot(Closing):
         record = place.read_record()
         if record is None or not is_own_folder(place.folder):
             return None
+        folder = str(place.folder)
         for file in record.files:
-            parts = FilePath(file.path).parts
-            folders = (place.folder.joinpath(*parts[:depth]) for depth in range(1, len(parts)))
-            if not all(map(is_own_folder, folders)) or not is_own_file(
-                place.folder.joinpath(*parts), file.bytes
-            ):
+            if not _is_there(folder, file):
                 why = f"{file.path} is gone, of another length, a link or not yours"
                 place.set_aside(why, lock)
                 return None
@@ -269,24 +280,26 @@ class Snapshot(Closing):
         if was_there and time.time() - modified_s(self._place.checked) < RECHECK_S:
             alone.close()
             return None
-        thread = threading.Thread(
-            target=self._recheck, args=(alone,), name="weightyard-recheck", daemon=True
-        )
-        thread.start()
-        return thread
+        return recheck_behind(self._recheck, alone)
 
     def close(self) -> None:
         self._lock.close()
 
-    def _recheck(self, alone: Lock) -> None:
-        with suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-        # One after the other: a process that loads ten models should not feel it.
-        with alone, _rechecking:
-            in_use = Lock.take(self._place.lock, shared=True, make=False)
-            if in_use is not None:
-                with Snapshot(self._place, self._record, in_use) as own:
-                    own.verify()
+    def _recheck(self) -> None:
+        in_use = Lock.take(self._place.lock, shared=True, make=False)
+        if in_use is not None:
+            with Snapshot(self._place, self._record, in_use) as own:
+                own.verify()
+
+
+def _is_there(folder: str, file: FileRecord) -> bool:
+    """Whether a file of this user, of that length, lies there, in folders of this user."""
+    at = file.path.find("/")
+    while at > 0:
+        if not is_own_folder(f"{folder}/{file.path[:at]}"):
+            return False
+        at = file.path.find("/", at + 1)
+    return is_own_file(f"{folder}/{file.path}", file.bytes)
 
 
 def digest_of(file: Path, *, threads: int = 1) -> str | None:
