@@ -35,8 +35,8 @@ read.""",
 Packs in a folder of a local disk, in the page cache, against those who read a file there; until a
 byte of every page was read. `load_file` maps: it copies nothing and checks nothing, and nothing can
 be as fast that does: *xxh3* only maps the file and sums it. *Copied*: into memory of the process's
-own, as all others have it in the end. Ours, of raw blocks, are mapped out of the packs and checked
-there.""",
+own, as all others have it in the end. Ours, of raw blocks, are mapped out of the packs, which this
+node has checked before; with `cache=False` they are checked again.""",
     "swap": """\
 ## Following
 

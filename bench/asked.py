@@ -131,7 +131,7 @@ def _local(rows: Sequence[Row]) -> list[str]:
     if checked is not None and mapped is not None:
         took = checked.best.seconds / mapped.best.seconds
         lines.append(
-            f"What bounds it: to check every byte, as every read does, takes **{took:.2f}×** the "
+            f"What bounds a load that checks every byte: that takes **{took:.2f}×** the "
             f"time of {mapped.name}, which looks at none"
         )
     return lines

@@ -20,6 +20,7 @@ from bench.yards import MODEL, opened
 from weightyard.format.block import CHUNK_BYTES
 
 COPIED = "load_file, copied"
+ALL_CHECKED = "raw, cache=False: all checked"
 CHECKED = "of every chunk of the mapped file"
 FIRST_USE, LAST_BYTE = "to first use", "to the last byte"
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -178,11 +179,15 @@ def run_local(
 def _local_rows(model: Prepared) -> list[Planned]:
     planned = [
         Planned(
-            Row(Kind.OURS, "weightyard", codec, model.length),
+            Row(Kind.OURS, "weightyard", way, model.length),
             "yards.load",
-            {**model.yards[codec], "digest": model.digest},
+            {**model.yards[codec], "digest": model.digest, "cache": cache},
         )
-        for codec in (RAW, PLANES)
+        for codec, way, cache in (
+            (RAW, RAW, True),
+            (RAW, ALL_CHECKED, False),
+            (PLANES, PLANES, True),
+        )
     ]
     for who, way, task in (
         ("safetensors", "load_file", "load_safetensors"),

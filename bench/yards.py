@@ -61,13 +61,13 @@ def push(
 class Load:
     """`Yard.load`, from the ref to the last tensor; placements are asked of the registry."""
 
-    def __init__(self, yard: Yard, ref: str, *, is_half: bool = False) -> None:
-        self._yard, self._ref = yard, ref
+    def __init__(self, yard: Yard, ref: str, *, is_half: bool = False, cache: bool = False) -> None:
+        self._yard, self._ref, self._cache = yard, ref, cache
         self._slices = {"*": HALF} if is_half else None
         self.read_bytes = 0
 
     def __call__(self) -> Sequence[memoryview]:
-        weights = self._yard.load(self._ref, cache=False, slices=self._slices)
+        weights = self._yard.load(self._ref, cache=self._cache, slices=self._slices)
         self.read_bytes = weights.report.stored_bytes
         if others := set(weights.report.read_paths) - {"direct", "local", "short-circuit"}:
             raise RuntimeError(f"read by {others.pop()}")
@@ -78,8 +78,16 @@ HALF = slice(0, 2048)
 """The rows of the first of two ranks; `models.WIDTH` are there."""
 
 
-def load(site: Site, *, url: str, folder: str, ref: str = MODEL, is_half: bool = False) -> Action:
-    return Load(opened(url, folder), ref, is_half=is_half)
+def load(
+    site: Site,
+    *,
+    url: str,
+    folder: str,
+    ref: str = MODEL,
+    is_half: bool = False,
+    cache: bool = False,
+) -> Action:
+    return Load(opened(url, folder), ref, is_half=is_half, cache=cache)
 
 
 class _Stream:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from loader_world import BERT, bits, our_threads, same, yard_in
+from loader_world import BERT, bits, our_threads, same, saved, yard_in
 
 from weightyard.errors import Damaged
 from weightyard.format.block import MIB
@@ -68,6 +68,18 @@ def test_tensors_that_lie_in_several_packs_come_back_whole(tmp_path: Path) -> No
     state = {"a": random_bytes(100 * MIB, 4), "b": random_bytes(64 * MIB, 5)}
     with yard_in(tmp_path) as yard:
         yard.push(state, BERT, codec="raw")
+        assert len(packs(yard, tmp_path)) == 2
+        weights = yard.load(BERT)
+    assert in_packs(weights) == {"a", "b"}
+    assert same(weights, state)
+
+
+def test_the_header_of_a_file_does_not_keep_its_tensors_from_being_mapped(tmp_path: Path) -> None:
+    """Before them in a pack it would move them by a part of a page, and not those of the next."""
+    state = {"a": random_bytes(100 * MIB, 6), "b": random_bytes(64 * MIB, 7)}
+    saved(tmp_path / "source" / "model.safetensors", state)
+    with yard_in(tmp_path) as yard:
+        yard.push(tmp_path / "source", BERT, codec="raw")
         assert len(packs(yard, tmp_path)) == 2
         weights = yard.load(BERT)
     assert in_packs(weights) == {"a", "b"}

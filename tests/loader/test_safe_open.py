@@ -95,6 +95,30 @@ def test_where_tensors_lie_is_asked_once_however_many_are_looked_at(
         assert len(asked) == 1
 
 
+def test_where_bases_of_deltas_lie_is_asked_once_too(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = {f"t{number}": noise(300, 300, seed=number) for number in range(5)}
+    second = {name: one.clone() for name, one in first.items()}
+    for one in second.values():
+        one[0, 0] += 1
+    yard.push(first, "team/line")
+    yard.push(second, "team/line", delta="only", parent="team/line@v1")
+    asked: list[int] = []
+    placements = type(yard.catalogue).placements
+
+    def counted(catalogue: Any, blocks: Any, **more: Any) -> Any:
+        asked.append(len(blocks))
+        return placements(catalogue, blocks, **more)
+
+    monkeypatch.setattr(type(yard.catalogue), "placements", counted)
+    with yard.safe_open("team/line@v2", cache=False) as opened:
+        before = len(asked)
+        for name, one in second.items():
+            assert torch.equal(opened.get_tensor(name), one)
+    assert (before, asked[before:]) == (2, [])
+
+
 def test_the_bytes_stay_while_it_is_open(yard: Yard, file: Path) -> None:
     with yard.safe_open(BERT) as weights:
         assert leases(yard.registry.database) == 1

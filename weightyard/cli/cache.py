@@ -139,7 +139,8 @@ def verify(
 ) -> None:
     """Read snapshots and compare every byte with what was fetched. Damaged ones are set aside.
 
-    Exit code 5 if there are any; they are fetched again when needed.
+    Exit code 5 if there are any; they are fetched again when needed. Without a REF, packs of yards
+    in local folders are checked anew too, by whoever loads from them next.
 
     Examples:
 
@@ -148,9 +149,12 @@ def verify(
       weightyard cache verify team/bert@prod
     """
     from weightyard.cli.wording import count, size
+    from weightyard.loader.verified import forget_all
 
     snapshots = _snapshots(session)
     chosen = _chosen(session, snapshots, refs) if refs else snapshots.listed()
+    if not refs:
+        forget_all(session.settings().cache)
     damaged: list[dict[str, Any]] = []
     verified = 0
     with session.progress("Verifying", sum(one.record.bytes for one in chosen)) as advance:

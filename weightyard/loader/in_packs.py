@@ -16,7 +16,9 @@ from weightyard.format.block import CHUNK_BYTES, Codec
 from weightyard.format.manifest import BlockEntry, Extent
 from weightyard.format.pack import Placement
 from weightyard.loader.plan import TensorPlan
+from weightyard.loader.rechecking import recheck_behind
 from weightyard.loader.state import torch_dtype
+from weightyard.loader.verified import Pack, Verified, covers, is_due
 from weightyard.logs import Log
 from weightyard.names import BlockId, PackId
 from weightyard.storage import layout
@@ -89,59 +91,116 @@ def _is_of_chunks(extent: Extent, block: BlockEntry) -> bool:
     return not extent.offset % CHUNK_BYTES and (not end % CHUNK_BYTES or end == block.raw_bytes)
 
 
+@dataclass(frozen=True, slots=True)
+class _Lying:
+    """A tensor, where it lies, and the memory it is mapped to."""
+
+    plan: TensorPlan
+    chunks: Sequence[Chunks]
+    runs: Sequence[FileRun]
+    memory: memoryview
+
+
 def checked(
-    folder: Path, wanted: Iterable[tuple[TensorPlan, Sequence[Chunks]]]
+    folder: Path,
+    wanted: Iterable[tuple[TensorPlan, Sequence[Chunks]]],
+    verified: Verified | None = None,
 ) -> Generator[tuple[TensorPlan, torch.Tensor, ReadReport]]:
     """Tensors, mapped out of packs below a store's folder, and what it took to check every chunk.
 
+    `verified`: of which packs that was done before, and need not be now.
     Left out are those that have no chunks, cannot be mapped, or are not what they should be: who
     reads those will look elsewhere, or say what is wrong. When the iterator ends or is closed no
-    thread is left.
+    thread is left, unless what is known was checked long ago, which is then done behind it.
     """
+    began_s = time.time()
     pool = ThreadPoolExecutor(cores(), "weightyard-check")
     try:
+        lying = [one for plan, chunks in wanted if (one := _mapped(folder, plan, chunks))]
+        files = {run.file for one in lying for run in one.runs}
+        known = verified.of(files) if verified is not None else {}
         begun = [
-            (plan, memory, [pool.submit(_check, *one) for one in _parts(chunks, memory)])
-            for plan, chunks in wanted
-            if (memory := _mapped(folder, plan, chunks)) is not None
+            (
+                one,
+                None
+                if covers(known, one.runs)
+                else [pool.submit(_check, *part) for part in _parts(one)],
+            )
+            for one in lying
         ]
-        for plan, memory, checks in begun:
+        fresh: list[FileRun] = []
+        for one, checks in begun:
             try:
-                report = _reported(plan, checks)
+                report = _reported(one, checks or ())
             except (BlockCorrupt, OSError) as why:
-                _log.info("load.not_mapped", tensor=plan.name, reason=why)
-            else:
-                yield plan, _tensor(plan, memory), report
+                _log.info("load.not_mapped", tensor=one.plan.name, reason=why)
+                continue
+            if checks is not None:
+                fresh += one.runs
+            yield one.plan, _tensor(one), report
+        if verified is not None:
+            if fresh:
+                verified.add(known, fresh, began_s)
+            _recheck_due(folder, verified, known, [one for one, checks in begun if checks is None])
     finally:
         pool.shutdown(wait=True, cancel_futures=True)
 
 
-def _mapped(folder: Path, plan: TensorPlan, chunks: Sequence[Chunks]) -> memoryview | None:
+def _recheck_due(
+    folder: Path, verified: Verified, known: Mapping[Path, Pack], used: Iterable[_Lying]
+) -> None:
+    """Have those checked again in the background that were long ago."""
+    now_s = time.time()
+    overdue = [(one.plan, one.chunks) for one in used if is_due(known, one.runs, now_s)]
+    if overdue and (alone := verified.alone()) is not None:
+        recheck_behind(lambda: _recheck(folder, verified, overdue), alone)
+
+
+def _recheck(
+    folder: Path, verified: Verified, wanted: Sequence[tuple[TensorPlan, Sequence[Chunks]]]
+) -> None:
+    """Over memory of its own: what was handed out may be changed by its owner."""
+    for plan, chunks in wanted:
+        began_s = time.time()
+        if (one := _mapped(folder, plan, chunks)) is None:
+            continue
+        known = verified.of(run.file for run in one.runs)
+        try:
+            for part in _parts(one):
+                _check(*part)
+        except (BlockCorrupt, OSError) as why:
+            _log.warning("pack.damaged", tensor=plan.name, pack=one.chunks[0].pack, reason=why)
+            verified.forget(run.file for run in one.runs)
+        else:
+            verified.add(known, one.runs, began_s)
+
+
+def _mapped(folder: Path, plan: TensorPlan, chunks: Sequence[Chunks]) -> _Lying | None:
     runs = _runs(folder, chunks)
     if not runs or not can_stitch(runs):
         return None
     try:
-        return stitched(runs)
+        return _Lying(plan, chunks, runs, stitched(runs))
     except OSError as why:
         _log.info("load.not_mapped", tensor=plan.name, reason=why)
         return None
 
 
-def _tensor(plan: TensorPlan, memory: memoryview) -> torch.Tensor:
+def _tensor(one: _Lying) -> torch.Tensor:
     """Keeps its memory mapped for as long as it lives."""
     import torch
 
-    return torch.frombuffer(memory, dtype=torch_dtype(plan.dtype)).view(plan.shape)
+    return torch.frombuffer(one.memory, dtype=torch_dtype(one.plan.dtype)).view(one.plan.shape)
 
 
-def _reported(plan: TensorPlan, checks: Sequence[Future[float]]) -> ReadReport:
+def _reported(one: _Lying, checks: Sequence[Future[float]]) -> ReadReport:
     """Raises what a check raises."""
-    moved = plan.bytes
+    moved = one.plan.bytes
     return ReadReport(
         raw_bytes=moved,
         decoded_bytes=moved,
         stored_bytes=moved,
-        requests=len(checks),
+        requests=len(one.chunks),
         by_path=Counter({ReadPath.LOCAL: moved}),
         by_datanode=Counter({HERE.datanode: moved}),
         by_host=Counter({HERE.host: moved}),
@@ -150,10 +209,10 @@ def _reported(plan: TensorPlan, checks: Sequence[Future[float]]) -> ReadReport:
     )
 
 
-def _parts(chunks: Sequence[Chunks], memory: memoryview) -> Iterator[tuple[Chunks, memoryview]]:
+def _parts(lying: _Lying) -> Iterator[tuple[Chunks, memoryview]]:
     at = 0
-    for one in chunks:
-        yield one, memory[at : at + one.length]
+    for one in lying.chunks:
+        yield one, lying.memory[at : at + one.length]
         at += one.length
 
 

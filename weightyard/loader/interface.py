@@ -51,8 +51,8 @@ class Loads(ABC):
     this rank's shard.
     `dtype`: floating-point tensors are cast to it.
     `verify`: "fast" checks the checksum of every chunk, "full" also the name of every block.
-    `cache`: use this node's snapshot of the version if there is one, and leave one on this node
-    where all of it was loaded from a store elsewhere (neither with "full").
+    `cache`: use this node's snapshot of the version if there is one, and what it knows to be
+    checked; leave a snapshot where all of it was loaded from a store elsewhere (none with "full").
     `timeout`: seconds for all of it, then DeadlineExceeded; a database or a store that does not
     say what to load is waited for until its own deadline.
     `progress`: is told of raw bytes, as they are done, from any thread.
@@ -372,6 +372,7 @@ class Loads(ABC):
             self._settings,
             leave if leaves else None,
             self._expect,
+            self._settings.cache if may_map else None,
         )
 
     def _may_leave(self, version: Version, store: Store) -> bool:

@@ -33,6 +33,7 @@ from weightyard.loader.proving import read_proved
 from weightyard.loader.report import LoadReport, Tally
 from weightyard.loader.ring import AcceleratorCopies, RingPlacer
 from weightyard.loader.undecoded import Differences, Undecoded, only_deltas
+from weightyard.loader.verified import Verified
 from weightyard.logs import Log
 from weightyard.names import BlockId
 from weightyard.records import Version
@@ -66,11 +67,13 @@ class StoreOrigin(Origin):
         settings: Settings | None = None,
         on_loaded: Callable[[Loaded], None] | None = None,
         expect: Callable[[Version], None] = lambda version: None,
+        cache: Path | None = None,
     ) -> None:
         """`on_loaded` is told of what was loaded, when that is reported.
 
         `expect` is told whenever packs of the version may be asked for: who knows where they lie
-        forgets versions that nobody read for long.
+        forgets versions that nobody read for long. `cache`: where this node remembers which
+        packs in a folder it has checked; None: all is checked.
         """
         super().__init__(version, manifest, tally)
         self.store = store
@@ -79,6 +82,7 @@ class StoreOrigin(Origin):
         self._on_loaded = on_loaded
         self._loaded = Loaded(manifest)
         self._expect = expect
+        self._cache = cache
         self._foreseen: dict[BlockId, Sequence[Placement]] = {}
 
     def expect(self) -> None:
@@ -120,7 +124,8 @@ class StoreOrigin(Origin):
                 if number not in copied
             ]
         mapped: dict[str, torch.Tensor] = {}
-        with self.tally.stage("read"), closing(checked(folder, lying)) as found:
+        verified = Verified(self._cache, folder) if self._cache is not None else None
+        with self.tally.stage("read"), closing(checked(folder, lying, verified)) as found:
             for plan, tensor, report in found:
                 self.tally.read(report)
                 mapped[plan.name] = tensor
@@ -184,7 +189,10 @@ class StoreOrigin(Origin):
     def foresee(self, entries: Iterable[TensorEntry], asked: Asked) -> None:
         extents = (extent for one in entries for box in one.boxes for extent in box.extents)
         blocks = [block.id for block in self.blocks_of(extents)]
-        self._foreseen.update(Foreseen(self.catalogue, blocks, asked.deadline).known)
+        found = Foreseen(self.catalogue, blocks, asked.deadline).known
+        bases = [base for base in bases_of(found) if base not in found]
+        self._foreseen.update(found)
+        self._foreseen.update(Foreseen(self.catalogue, bases, asked.deadline).known)
 
     def foreseen(self, blocks: Sequence[BlockId], asked: Asked) -> Foreseen:
         """Where blocks lie, for one load; those that were foreseen are not asked for again."""
@@ -384,6 +392,12 @@ class _Loading(Reading):
             self._placer.fill(batch, self.fill)
 
 
+def bases_of(placements: Mapping[BlockId, Sequence[Placement]]) -> set[BlockId]:
+    """The blocks of which these have deltas."""
+    bases = (place.encoding.base for places in placements.values() for place in places)
+    return {base for base in bases if base is not None}
+
+
 class Foreseen:
     """Placements asked for together, before a load asks for them batch by batch. Thread-safe.
 
@@ -404,6 +418,9 @@ class Foreseen:
         if unknown := [block for block in blocks if block not in self._known]:
             left_s = deadline.left("asking where blocks lie")
             self._known.update(catalogue.placements(unknown, within_s=left_s))
+        for base in bases_of(self._known):
+            if base in self._before:
+                self._known.setdefault(base, self._before[base])
 
     @property
     def known(self) -> Mapping[BlockId, Sequence[Placement]]:

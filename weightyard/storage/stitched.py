@@ -15,6 +15,9 @@ from itertools import pairwise
 from pathlib import Path
 
 _PAGE = mmap.PAGESIZE
+_HUGE = 2 << 20
+"""Where a run lies as far behind a multiple of this as in its file, the kernel may map large pages
+of the page cache as such: 512 times fewer entries to make."""
 _MAP_FIXED = 0x10
 _MADV_POPULATE_READ = 22
 _FAILED = ctypes.c_void_p(-1).value
@@ -56,17 +59,19 @@ def stitched(runs: Sequence[FileRun]) -> memoryview:
     It is private: what is changed is copied first, by the kernel. The files may be removed
     meanwhile, but not be cut. Raises OSError, also for a file that ends before its run does.
     """
-    skew = runs[0].start % _PAGE
-    room = mmap.mmap(-1, skew + sum(run.length for run in runs), mmap.MAP_PRIVATE)
+    skew = runs[0].start % _HUGE
+    length = skew + sum(run.length for run in runs)
+    # Room of a multiple of that length begins at a multiple of it, since Linux 6.7.
+    room = mmap.mmap(-1, length + -length % _HUGE, mmap.MAP_PRIVATE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
     at = skew
     for number, run in enumerate(runs):
-        page = at - at % _PAGE
+        page = at - at % _PAGE if number else 0
         ends = room[page:at] if number else b""  # of the run before, in the page where both meet
         _map_at(address + page, run, at - page)
         room[page : page + len(ends)] = ends
         at += run.length
-    return memoryview(room)[skew:]
+    return memoryview(room)[skew:length]
 
 
 def have_at_hand(memory: memoryview) -> None:

@@ -125,7 +125,8 @@ class Reader:
 
         `progress` is told of raw bytes done, in this thread. `timeout_s` bounds the whole read
         (DeadlineExceeded), `cancel` ends it from another thread (Cancelled). After an error the
-        buffers' content is undefined; no thread writes to them any more, and none is left.
+        buffers' content is undefined; no thread writes to them any more. None is left but, for a
+        moment, such as still wait to be told where a pack lies.
         """
         began = time.monotonic()
         stop = Cancel()

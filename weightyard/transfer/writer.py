@@ -38,6 +38,10 @@ from weightyard.transfer.together import run_together
 _BATCH_PIECES = 1024
 """Claimed in one call, at most: at 16 MiB a block, one call for 16 GiB."""
 
+_PAGE_BYTES = 4096
+_ODD_BYTES = MIB
+"""Of short blocks that are kept back until the others are written."""
+
 
 @dataclass(frozen=True, slots=True)
 class WriteOptions:
@@ -188,7 +192,8 @@ class Writer:
                 lanes=self._options.lanes,
                 stop=stop,
             )
-            packs = (partial(self._write_pack, pack, stop) for pack in filling.packs(ready))
+            filled = filling.packs(_odd_last(ready))
+            packs = (partial(self._write_pack, pack, stop) for pack in filled)
             run_together(self._options.lanes, "weightyard-write", packs, stop)
         rest = iter(ids)
         return [list(islice(rest, len(content.split.pieces))) for content in contents]
@@ -400,6 +405,24 @@ class Writer:
             for name, amount in more.items():
                 counts[name] += amount
             self._report = WriteReport(**counts)
+
+
+def _odd_last(blocks: Iterable[ReadyBlock]) -> Iterator[ReadyBlock]:
+    """The same, short ones that are not whole pages behind the others.
+
+    Before them, such as the header of a file, they would move all others by a part of a page. Long
+    raw blocks that begin alike in every pack can be mapped behind each other (docs/design/0009).
+    """
+    waiting: list[ReadyBlock] = []
+    waiting_bytes = 0
+    for block in blocks:
+        stored_bytes = block.encoded.stored.nbytes
+        if stored_bytes % _PAGE_BYTES == 0 or waiting_bytes + stored_bytes > _ODD_BYTES:
+            yield block
+        else:
+            waiting.append(block)
+            waiting_bytes += stored_bytes
+    yield from waiting
 
 
 def _within(limit_bytes: int, cuts: Sequence[Cut]) -> Sequence[Cut]:
