@@ -88,7 +88,7 @@ def examine(
         silent = False
         database = _guarded("database", lambda: _database(store, settings))
         for finding in chain(_store(store, settings), database):
-            silent |= finding.state == "fail" and finding.check in ("hdfs", "database")
+            silent |= finding.state == "fail" and finding.check in ("kerberos", "hdfs", "database")
             yield finding
         if not silent:
             yield from _guarded("binding", lambda: _binding(store, settings))
@@ -164,12 +164,19 @@ def _hdfs(url: str, settings: Settings) -> Iterator[Finding]:
             "no core-site.xml or hdfs-site.xml was found",
             "set HADOOP_CONF_DIR, for high availability, Kerberos and the cluster's own ports",
         )
+    user = known.user
     if known.is_kerberos:
-        yield _ok("kerberos", "the cluster uses Kerberos")
+        try:
+            ticket = condition.ticket()
+        except YardError as why:
+            yield _fail("kerberos", why)
+            return
+        user = ticket.principal
+        yield _ok("kerberos", f"you are {user}, by a ticket for {ticket.left_s / 3600:.1f} hours")
     else:
         yield _warn(
             "kerberos",
-            f"the cluster takes your word for being {known.user}",
+            f"the cluster takes your word for being {user}",
             "on a shared cluster, switch Kerberos on: permissions mean little without it",
         )
     try:
@@ -182,7 +189,7 @@ def _hdfs(url: str, settings: Settings) -> Iterator[Finding]:
     if not is_there:
         yield _warn("store", f"{known.root} is not there yet", "make it: `weightyard init`")
         return
-    yield from _guarded("permissions", lambda: _packs(condition))
+    yield from _guarded("permissions", lambda: _packs(condition, user))
     yield from _guarded("read path", lambda: _read_paths(url, settings))
 
 
@@ -192,13 +199,12 @@ def _webhdfs(condition: Condition) -> Iterator[Finding]:
     yield _skew("NameNode", skew_s, resolution_s=1.0)
 
 
-def _packs(condition: Condition) -> Iterator[Finding]:
+def _packs(condition: Condition, user: str) -> Iterator[Finding]:
     try:
         packs = condition.packs()
     except FileMissing:
         yield _warn("permissions", "there is no packs/ folder yet", "make it: `weightyard init`")
         return
-    user = condition.settings.user
     yield _ok(
         "permissions",
         f"packs/ belongs to {packs.owner}:{packs.group} with mode {packs.mode:04o}; you are {user}",

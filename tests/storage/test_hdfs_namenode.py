@@ -3,11 +3,13 @@ from __future__ import annotations
 import json
 import random
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlsplit
 
@@ -15,7 +17,7 @@ import pytest
 from hostile import ROUNDS, changed_json
 from waiting import eventually
 
-from weightyard.errors import Cancelled, Retryable, StoreUnavailable
+from weightyard.errors import BadSetting, Cancelled, Retryable, StoreUnavailable
 from weightyard.settings import Settings
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.deadline import Deadline
@@ -376,3 +378,16 @@ def test_a_read_by_hdfs_native_ends_in_time_though_the_namenode_says_nothing() -
             assert time.monotonic() - began < 5
     # The call that was given up on ends by itself. A thread in it at exit would end the process.
     eventually(lambda: not {one for one in threading.enumerate() if one not in before})
+
+
+def test_where_kerberos_is_wanted_and_missing_the_error_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "gssapi", None)
+    (tmp_path / "core-site.xml").write_text(
+        "<configuration><property><name>hadoop.security.authentication</name>"
+        "<value>kerberos</value></property></configuration>"
+    )
+    cluster = Cluster.of("hdfs://nn:8020/yard", Settings(hadoop_conf_dir=tmp_path))
+    with pytest.raises(BadSetting, match=r"weightyard\[kerberos\].*libkrb5-dev"):
+        NameNode(cluster)

@@ -12,6 +12,7 @@ from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.configuration import Cluster
 from weightyard.storage.hdfs.namenode import NameNode
 from weightyard.storage.hdfs.native import Namespace
+from weightyard.storage.hdfs.tickets import Ticket
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +58,10 @@ class Condition:
             is_transfer_protected=cluster.is_transfer_protected,
             has_configuration=bool(cluster.properties),
         )
+
+    def ticket(self) -> Ticket:
+        """By what Kerberos knows who is asking. Raises NotAllowed, Retryable, BadSetting."""
+        return Ticket.own(self._limit_s)
 
     def is_there(self) -> bool:
         """Whether the store's folder exists, asked by RPC. Raises Retryable, NotAllowed."""

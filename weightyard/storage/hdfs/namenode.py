@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from email.utils import parsedate_to_datetime
+from functools import partial
 from io import BytesIO
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -19,7 +20,6 @@ from requests.adapters import HTTPAdapter
 from urllib3.exceptions import HTTPError
 
 from weightyard.errors import (
-    BadSetting,
     FileMissing,
     NotAllowed,
     StoreUnavailable,
@@ -28,6 +28,8 @@ from weightyard.errors import (
 )
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.configuration import Cluster
+from weightyard.storage.hdfs.tickets import TicketAuth
+from weightyard.storage.hdfs.watched import Watched
 from weightyard.storage.hdfs.wire import BlockAccess, BlockToken
 from weightyard.storage.store import Location, Replica, Span, StorePath
 
@@ -148,7 +150,7 @@ class NameNode:
         return _decoded(raw, _DefaultsAnswer, "/").fs_server_defaults.is_encrypted
 
     def close(self) -> None:
-        self._client._session.close()
+        self._client.close()
 
     def _is_encrypted(self, folder: str, path: StorePath, deadline: Deadline) -> bool:
         with self._lock:
@@ -287,6 +289,9 @@ class _Operations:
     set_policy = _Request("PUT").to_method("SETSTORAGEPOLICY")
     satisfy_policy = _Request("PUT").to_method("SATISFYSTORAGEPOLICY")
 
+    def close(self) -> None:
+        self._session.close()  # type: ignore[attr-defined]
+
     def resolve(self, path: str) -> str:
         """A path means itself: the package would expand `#LATEST` in it."""
         return path
@@ -314,6 +319,24 @@ class _SimpleClient(_Operations, InsecureClient):  # type: ignore[misc]
     pass
 
 
+class _KerberosClient(_Operations, Client):  # type: ignore[misc]
+    """Its session shows tickets. For those a KDC may be asked, and GSSAPI knows no deadline."""
+
+    def __init__(self, urls: str, session: requests.Session) -> None:
+        super().__init__(urls, session=session)
+        self._watched = Watched()
+
+    def close(self) -> None:
+        super().close()
+        self._watched.close()
+
+    def _request(self, method: str, url: str, params: dict[str, Any], **more: Any) -> Any:
+        doing = "asking a NameNode, or a KDC for a ticket"
+        limit_s = params["deadline"].left_at_most(_CONNECT_S + _ANSWER_S, doing)
+        ask = partial(super()._request, method, url, params, **more)
+        return self._watched.call(doing, limit_s, ask)
+
+
 def _client(cluster: Cluster) -> Any:
     session = requests.Session()
     # A proxy of the environment is for the outside world, and .netrc for other services.
@@ -324,15 +347,8 @@ def _client(cluster: Cluster) -> Any:
     urls = ";".join(cluster.webhdfs)
     if not cluster.is_kerberos:
         return _SimpleClient(urls, user=cluster.user, session=session)
-    try:
-        from hdfs.ext.kerberos import KerberosClient
-    except ImportError:
-        raise BadSetting(
-            "this cluster uses Kerberos: install weightyard[kerberos], for which the headers of "
-            "MIT's Kerberos are needed (libkrb5-dev or krb5-devel)"
-        ) from None
-    kind: type[Client] = type("_KerberosClient", (_Operations, KerberosClient), {})
-    return kind(urls, session=session)
+    session.auth = TicketAuth()
+    return _KerberosClient(urls, session)
 
 
 def _body(answer: requests.Response, path: StorePath | str, deadline: Deadline) -> bytes:

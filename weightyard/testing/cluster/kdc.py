@@ -63,8 +63,12 @@ class Kdc:
             "KRB5CCNAME": f"FILE:{self.folder}/tickets",
         }
 
-    def properties(self, protection: str = "authentication") -> Properties:
-        """What makes a cluster ask for tickets, and its DataNodes for SASL of this strength."""
+    def properties(self, protection: str | None = "authentication") -> Properties:
+        """What makes a cluster ask for tickets, and its DataNodes for SASL of this strength.
+
+        None: for none, as those do whose ports only root could have opened.
+        """
+        sasl = {} if protection is None else {"dfs.data.transfer.protection": protection}
         service, web, keytab = f"{_SERVICE}@{_REALM}", f"{_WEB}@{_REALM}", str(self.keytab)
         return {
             "hadoop.security.authentication": "kerberos",
@@ -75,7 +79,7 @@ class Kdc:
             "dfs.datanode.keytab.file": keytab,
             "dfs.web.authentication.kerberos.principal": web,
             "dfs.web.authentication.kerberos.keytab": keytab,
-            "dfs.data.transfer.protection": protection,
+            **sasl,
             "dfs.permissions.superusergroup": "team",  # alice is of it
             # Else a DataNode wants ports below 1024, or HTTPS and so certificates.
             "ignore.secure.ports.for.testing": "true",
