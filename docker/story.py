@@ -1,7 +1,7 @@
 """A model's way through the service, told in containers: each part runs in one of them.
 
 story.py send      where only the service is reached: files as raw bodies of REST requests
-story.py push      where HDFS is reached too: by the client, bytes straight to the DataNodes
+story.py push      where HDFS is reached too: by the client, bytes straight to and from DataNodes
 story.py again     where only the service is reached, after it was restarted
 
 WEIGHTYARD_URL and WEIGHTYARD_TOKEN say which service, and who is asking.
@@ -20,6 +20,7 @@ import httpx
 import numpy as np
 from safetensors.numpy import save
 
+from weightyard.doctor import examine
 from weightyard.opening import open_yard
 from weightyard.settings import Settings
 
@@ -70,6 +71,10 @@ def push() -> None:
             pulled = yard.pull(f"{name}@prod", Path(scratch, str(seed)))
             for path, content in model(seed).items():
                 assert (pulled / path).read_bytes() == content, f"{name}: {path} is different"
+    found = {one.check: one for one in examine()}
+    for way in ("read path", "write path"):
+        print(f"{way}: {found[way].message}")
+        assert found[way].state == "ok"
 
 
 def again() -> None:
