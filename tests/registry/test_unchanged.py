@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +45,25 @@ def test_a_version_that_another_process_removed_is_gone_at_once(two: tuple[Yard,
         writing.delete("team/bert@v1")
         with pytest.raises(NoSuchThing):
             reading.resolve("team/bert@v1")
+
+
+def test_what_a_ref_meant_is_forgotten_with_the_database_file(tmp_path: Path) -> None:
+    settings = Settings(home=tmp_path / "home", cache=tmp_path / "cache")
+    with open_yard(str(tmp_path / "store"), settings=settings) as yard:
+        yard.push({"w": torch.zeros(3)}, "team/bert")
+        yard.settle()
+        database = yard.registry.database
+        file, other = Path(str(database.url.database)), tmp_path / "other.db"
+        with closing(sqlite3.connect(file)) as now, closing(sqlite3.connect(other)) as copy:
+            now.backup(copy)
+        yard.push({"w": torch.ones(3)}, "team/bert")
+        yard.settle()
+        assert yard.resolve("team/bert").number == 2
+        database.engine.dispose()
+        other.replace(file)  # as who puts yesterday's back
+        for beside in ("-wal", "-shm"):
+            file.with_name(file.name + beside).unlink(missing_ok=True)
+        assert yard.resolve("team/bert").number == 1
 
 
 def test_an_unchanged_database_is_asked_for_a_ref_once(

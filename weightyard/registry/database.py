@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import threading
 import time
@@ -102,6 +103,7 @@ class Database:
             raise BadSetting(f"database {self.url.drivername}: use sqlite:/// or postgresql://")
         self.engine = self._make_engine()
         self._watching: sqlite3.Connection | None = None
+        self._watched: tuple[int, int] | None = None
         self._watch_lock = threading.Lock()
 
     def write(self, work: Callable[[Connection], _T]) -> _T:
@@ -162,28 +164,36 @@ class Database:
         except exc.DBAPIError as why:
             raise _as_ours(why) from why
 
-    def stamp(self) -> int | None:
+    def stamp(self) -> tuple[int, ...] | None:
         """Is another one whenever anything was committed; None where that is not told at once.
 
-        SQLite tells it of what other connections commit, so this one is used for nothing else.
+        SQLite tells it of what other connections commit, so this one is used for nothing else. And
+        it knows its file as it was opened: one that took its place since is a change, too.
         """
         if not self.is_sqlite or self.url.database in (None, "", ":memory:"):
             return None
         try:
             with self._watch_lock:
-                if self._watching is None:
+                seen = os.stat(str(self.url.database))
+                file = seen.st_dev, seen.st_ino
+                if self._watching is None or self._watched != file:
                     where, how = self.engine.dialect.create_connect_args(self.url)
+                    self._stop_watching()
                     self._watching = sqlite3.connect(where[0], **{**how, **_SQLITE})
-                found: int = self._watching.execute("PRAGMA data_version").fetchone()[0]
-                return found
-        except sqlite3.Error:
+                    self._watched = file
+                (version,) = self._watching.execute("PRAGMA data_version").fetchone()
+                return *file, version
+        except (sqlite3.Error, OSError):
             return None  # who asks for more than that is told what is wrong
+
+    def _stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.close()
+            self._watching = None
 
     def close(self) -> None:
         with self._watch_lock:
-            if self._watching is not None:
-                self._watching.close()
-                self._watching = None
+            self._stop_watching()
         self.engine.dispose()
 
     @contextmanager

@@ -24,7 +24,7 @@ class Unchanged(Generic[_K, _V]):
     def __init__(self, database: Database) -> None:
         self._database = database
         self._lock = threading.Lock()
-        self._stamp: int | None = None
+        self._stamp: tuple[int, ...] | None = None
         self._known: dict[_K, _V] = {}
 
     def get(self, key: _K, ask: Callable[[], _V]) -> _V:
