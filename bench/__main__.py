@@ -88,7 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 console.print(site.libhdfs_missing)
         for name in wanted:
             console.rule(name)
+            stolen = machine.Stolen()
             section = _measure(name, site, options, console)
+            measured = msgspec.structs.replace(section.measured, stolen=stolen.share())
+            section = msgspec.structs.replace(section, measured=measured)
             results = msgspec.structs.replace(results, **{name: section})
             if not options.dry:
                 write_results(results)

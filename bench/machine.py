@@ -14,6 +14,9 @@ from pathlib import Path
 from bench.samples import Measured
 from weightyard.testing.cluster.jars import HADOOP_VERSION
 
+_STEAL = 7
+"""Its place among the times of /proc/stat."""
+
 LIBRARIES = (
     "hdfs-native",
     "hdfs",
@@ -39,6 +42,22 @@ def measured_now(shell: Sequence[str] = ()) -> Measured:
     today = datetime.datetime.now(datetime.UTC).date().isoformat()
     hadoop = f"{HADOOP_VERSION} on Java {_java_version(shell[0])}" if shell else ""
     return Measured(today, describe(), round(os.getloadavg()[0], 1), hadoop)
+
+
+class Stolen:
+    """The share of the cores' time, from here on, that the host gave to other machines."""
+
+    def __init__(self) -> None:
+        self._before = _cpu_times()
+
+    def share(self) -> float:
+        ticks = [now - then for then, now in zip(self._before, _cpu_times(), strict=True)]
+        return ticks[_STEAL] / max(1, sum(ticks))
+
+
+def _cpu_times() -> list[int]:
+    first = Path("/proc/stat").read_text().partition("\n")[0]
+    return [int(ticks) for ticks in first.split()[1 : _STEAL + 2]]
 
 
 def describe() -> dict[str, str]:

@@ -186,7 +186,7 @@ def _local_rows(model: Prepared) -> list[Planned]:
         for codec, way, cache in (
             (RAW, RAW, True),
             (RAW, ALL_CHECKED, False),
-            (PLANES, PLANES, True),
+            (PLANES, PLANES, False),
         )
     ]
     for who, way, task in (

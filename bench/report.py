@@ -289,6 +289,8 @@ def _section(
     where = f"Measured {measured.date} on machine {machines.index(measured.machine) + 1}"
     hadoop = f", Hadoop {measured.hadoop}" if measured.hadoop else ""
     load = f"Load average before: {measured.load:.1f}."
+    if measured.stolen is not None:
+        load += f" The host gave {measured.stolen:.0%} of the cores' time to others meanwhile."
     return "\n".join([text, "", f"{where}{hadoop}. {load}", "", *body])
 
 

@@ -96,6 +96,8 @@ class Measured(msgspec.Struct, frozen=True):
     load: float = 0.0
     """Processes that wanted to run in the minute before: more than a few tenths spoils a run."""
     hadoop: str = ""
+    stolen: float | None = None
+    """The share of the cores' time that the host of a virtual machine gave to others meanwhile."""
 
 
 class Timed(msgspec.Struct, frozen=True):

@@ -65,6 +65,12 @@ def test_a_peer_with_fresh_memory_is_compared_with_our_fresh_memory() -> None:
     assert [ratio.value for ratio in ratios_of(rows)] == pytest.approx([2.0])
 
 
+def test_a_section_during_which_the_host_gave_cores_to_others_says_so() -> None:
+    disturbed = msgspec.structs.replace(MACHINE, stolen=0.17)
+    page = report.render(Results(reads=msgspec.structs.replace(READS, measured=disturbed)))
+    assert "The host gave 17% of the cores' time to others" in page
+
+
 def test_the_page_shows_rates_spread_and_what_failed() -> None:
     page = report.render(Results(reads=READS, memory=Memory(MACHINE, (BIG,))))
     assert "| weightyard | somehow | **2500** | 50% | 2.50 |" in page
