@@ -143,13 +143,14 @@ def serve(yard_url: str | None, beginning: str, versions: int | None) -> None:
 
 
 def main() -> None:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--yard", help="default: the embedded one, in your home")
     arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    arguments.add_argument("--yard", help="default: the embedded one, in your home")
     commands = arguments.add_subparsers(dest="command", required=True)
-    training = commands.add_parser("train")
+    training = commands.add_parser("train", parents=[common])
     training.add_argument("--steps", type=int, default=200)
     training.add_argument("--interval", type=int, default=50, help="steps between checkpoints")
-    serving = commands.add_parser("serve")
+    serving = commands.add_parser("serve", parents=[common])
     serving.add_argument("--beginning", default="A block is ")
     serving.add_argument("--versions", type=int, help="end after so many; default: Ctrl-C")
     given = arguments.parse_args()

@@ -145,13 +145,14 @@ def near(yard_url: str | None, word: str, count: int = 8) -> None:
 
 
 def main() -> None:
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--yard", help="default: the embedded one, in your home")
     arguments = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    arguments.add_argument("--yard", help="default: the embedded one, in your home")
     commands = arguments.add_subparsers(dest="command", required=True)
-    training = commands.add_parser("train")
+    training = commands.add_parser("train", parents=[common])
     training.add_argument("--steps", type=int, default=600)
     training.add_argument("--interval", type=int, default=100, help="steps between checkpoints")
-    commands.add_parser("near").add_argument("word")
+    commands.add_parser("near", parents=[common]).add_argument("word")
     given = arguments.parse_args()
     if given.command == "train":
         train(given.yard, given.steps, given.interval)

@@ -50,6 +50,10 @@ def test_a_setting_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("WEIGHTYARD_CACHE_MAX", "much")
     with pytest.raises(BadSetting, match=r"^WEIGHTYARD_CACHE_MAX: 'much' is no amount of bytes"):
         Settings()
+    monkeypatch.delenv("WEIGHTYARD_CACHE_MAX")
+    monkeypatch.setenv("WEIGHTYARD_LOCATION", "rack-b")
+    with pytest.raises(BadSetting, match=r"^WEIGHTYARD_LOCATION: 'rack-b' .* such as /rack-b"):
+        Settings()
 
 
 def test_every_variable_is_in_the_docs() -> None:

@@ -20,12 +20,14 @@ class Log:
     def warning(self, event: str, **fields: object) -> None:
         self._log(logging.WARNING, event, fields)
 
-    def _log(self, level: int, event: str, fields: dict[str, object]) -> None:
+    def _log(self, level: int, event: str, given: dict[str, object]) -> None:
         if self._logger.isEnabledFor(level):
-            self._logger.log(level, "%s", " ".join([event, *map(_field, fields.items())]))
+            # As text: whoever keeps a record must not keep an error with all that it refers to.
+            fields = {key: str(value) for key, value in given.items()}
+            line = " ".join([event, *map(_field, fields.items())])
+            self._logger.log(level, "%s", line, extra={"event": event, "fields": fields})
 
 
-def _field(item: tuple[str, object]) -> str:
-    key, value = item
-    text = str(value)
+def _field(item: tuple[str, str]) -> str:
+    key, text = item
     return f"{key}={text!a}" if any(ch.isspace() for ch in text) or not text else f"{key}={text}"

@@ -22,6 +22,8 @@ PREFIX = "WEIGHTYARD_"
 TOLD = frozenset(PREFIX + name for name in ("REF", "VERSION", "DIGEST", "PATH"))
 """What `weightyard follow` tells the command that it runs; no settings."""
 
+_LOCATION = re.compile(r"(/[!-.0-~]+)+")
+
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,3})?)\s*([KMGTP]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 
 
@@ -94,7 +96,7 @@ class Settings(BaseSettings):
     hadoop_home: Path | None = Field(default=None, validation_alias="HADOOP_HOME")
     """Used for its etc/hadoop where hadoop_conf_dir is not set, and to find libhdfs."""
 
-    location: str | None = Field(default=None, pattern=r"^(/[!-.0-~]+)+$", max_length=512)
+    location: str | None = Field(default=None, max_length=512)
     """Where this host is in HDFS's topology, such as `/rack-b`: replicas near it are read first.
     None: found out, where a DataNode runs on this host."""
 
@@ -140,6 +142,13 @@ class Settings(BaseSettings):
     @classmethod
     def _parse_size(cls, value: Any) -> Any:
         return parse_size(value) if isinstance(value, str) else value
+
+    @field_validator("location")
+    @classmethod
+    def _is_in_a_topology(cls, value: str | None) -> str | None:
+        if value is not None and not _LOCATION.fullmatch(value):
+            raise ValueError(f"{value[:40]!a} is no place in HDFS's topology, such as /rack-b")
+        return value
 
     @field_validator("webhdfs", "proxy_addresses", mode="before")
     @classmethod

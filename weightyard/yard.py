@@ -40,6 +40,7 @@ from weightyard.records import (
 from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.deadline import NEVER, Deadline
+from weightyard.storage.local import require_no_file
 from weightyard.storage.opening import folder_of
 from weightyard.storage.store import Store
 from weightyard.transfer.appearing import appearing
@@ -261,6 +262,7 @@ class Yard(Catalogued, Loads, Closing):
         version = self._version_to_use(ref)
         manifest = self._manifest_of(version)
         target = Path(dir)
+        require_no_file(target)
         plan = plan_snapshot(manifest, Choice(include, exclude))
         with translated(target):
             target.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ class Cli:
         ran = self(*words)
         assert ran.code == code, ran.out + ran.err
         assert ran.out == ""
-        lines = [line for line in ran.err.splitlines() if "tried_again " not in line]
+        lines = [line for line in ran.err.splitlines() if not line.endswith(": trying again")]
         assert len(lines) == 1, ran.err
         return lines[0]
 

@@ -77,6 +77,24 @@ def test_once_ends_with_the_exit_code_of_the_command(cli: Cli, base: Path) -> No
     assert (told["ref"], told["exit_code"], told["path"]) == (f"{BERT}@v1", 1, None)
 
 
+def test_who_follows_what_is_not_there_is_told_what_is_near_and_that_it_is_waited_for(
+    cli: Cli, base: Path
+) -> None:
+    cli.ok("push", base, BERT, "--alias", "prod")
+    following = subprocess.Popen(
+        cli.command("follow", "team/brt@prod", "--exec", "true", "--once"), stderr=-1, text=True
+    )
+    try:
+        assert following.stderr is not None
+        line = following.stderr.readline()
+    finally:
+        following.terminate()
+        following.communicate(timeout=120)
+    assert line == (
+        "waiting until team/brt@prod is there: no model team/brt. Did you mean team/bert?\n"
+    )
+
+
 @pytest.mark.parametrize("line", ["", "no-such-program-here", "'"])
 def test_a_command_that_cannot_run_is_refused_at_once(cli: Cli, line: str) -> None:
     assert "--exec" in cli.refused(2, "follow", PROD, "--exec", line)

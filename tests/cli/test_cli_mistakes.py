@@ -104,6 +104,17 @@ def test_a_place_that_cannot_be_written_is_named(cli: Cli, base: Path) -> None:
     assert "/proc" in cli.refused(2, "--yard", "/proc/yard", "ls")
 
 
+def test_a_file_where_a_folder_is_meant_is_called_a_file(
+    cli: Cli, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.ok("push", base, BERT)
+    file = base / "config.json"
+    assert f"{file} is a file, not a folder" in cli.refused(2, "pull", BERT, file)
+    assert f"{file} is a file, not a folder" in cli.refused(2, "--yard", file, "ls")
+    monkeypatch.setenv("WEIGHTYARD_DB", f"sqlite:///{tmp_path}/apart.db")
+    assert f"{file} is a file, not a folder" in cli.refused(2, "--yard", file, "ls")
+
+
 def test_url_and_store_together_are_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WEIGHTYARD_URL", "http://127.0.0.1:1")
     monkeypatch.setenv("WEIGHTYARD_STORE", "/tmp/never")
@@ -122,7 +133,8 @@ def test_who_waits_for_a_service_is_told_why_once(
     ran = cli("--yard", "http://127.0.0.1:1", "ls")
     assert ran.code == 3
     notice, error = ran.err.splitlines()
-    assert notice.startswith("weightyard: service.tried_again host=127.0.0.1 attempt=1 reason=")
+    assert notice.startswith("weightyard: service 127.0.0.1: ConnectError: ")
+    assert notice.endswith(": trying again")
     assert "does not answer" in error
 
 

@@ -83,7 +83,7 @@ def test_a_host_without_hdfs_pushes_and_pulls_through_the_service_and_is_told_on
         ran = remote(*words)
         assert ran.code == 0, ran.err
         (line,) = ran.err.splitlines()
-        assert line.startswith("weightyard: bytes.through_service store=hdfs://127.0.0.1:1/yard")
+        assert line.startswith("weightyard: bytes go through the service: hdfs://127.0.0.1:1/yard")
     names = ["config.json", "model.safetensors"]
     assert filecmp.cmpfiles(base, tmp_path / "out", names, shallow=False)[0] == names
     assert remote.json("show", BERT)["cost"]["stored_bytes"] > 0

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -55,7 +56,7 @@ def test_a_full_disk_is_said_so_and_leaves_nothing(store: LocalStore) -> None:
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:
         with (
-            pytest.raises(StoreFull),
+            pytest.raises(StoreFull, match=re.escape(str(store.folder))),
             store.stage(layout.staging(upload, "p")) as writing,
         ):
             writing.write(bytes(2 << 20))

@@ -49,8 +49,8 @@ def started(yard: Path, script: str, *arguments: str, ranks: int = 0) -> list[st
         sys.executable,
         *(launcher if ranks else []),
         str(EXAMPLES / script),
-        f"--yard={yard}",
         *arguments,
+        f"--yard={yard}",
     ]
 
 

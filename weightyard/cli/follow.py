@@ -115,8 +115,22 @@ def _seen(session: Session, yard: Yard, ref: str, poll_s: float) -> Iterator[Ver
         elif isinstance(seen, Refused) and not isinstance(seen, NoSuchThing):
             raise seen
         elif told != seen.code:
-            session.say(f"{ref}: {seen}: waiting")
+            if isinstance(seen, NoSuchThing):
+                session.say(f"waiting until {ref} is there: {_with_near(yard, ref, seen)}")
+            else:
+                session.say(f"{ref}: {seen}: waiting")
             told = seen.code
+
+
+def _with_near(yard: Yard, ref: str, why: YardError) -> str:
+    """Why a ref means nothing, and what is near: it may have been mistyped."""
+    from weightyard.cli.refs import resolve
+
+    try:
+        resolve(yard, ref)
+    except YardError as said:
+        return str(said)
+    return str(why)
 
 
 def _found(version: Version) -> dict[str, str]:

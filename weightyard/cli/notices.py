@@ -5,6 +5,14 @@ from __future__ import annotations
 import logging
 import sys
 
+_SENTENCES = {
+    "service.tried_again": "{reason}: trying again",
+    "store.retried": "{reason}: trying again",
+    "bytes.through_service": "bytes go through the service: {store} is not used ({reason})",
+    "yard.unavailable": "{reason}: going on with what this node last knew",
+}
+"""What people see most often. The rest they see as it is logged, to look it up by its event."""
+
 
 class Notices(logging.Handler):
     """Shows the first log line of each kind on stderr: a store tried thirty times is one notice."""
@@ -18,6 +26,8 @@ class Notices(logging.Handler):
         event = line.partition(" ")[0]
         if event not in self._seen:
             self._seen.add(event)
+            if (sentence := _SENTENCES.get(event)) is not None:
+                line = " ".join(sentence.format_map(record.__dict__["fields"]).split())
             sys.stderr.write(f"weightyard: {line}\n")
 
 

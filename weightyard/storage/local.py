@@ -17,6 +17,7 @@ from weightyard.errors import (
     FileMissing,
     InvalidName,
     NotAllowed,
+    Refused,
     StoreFull,
     StoreUnavailable,
     TooLarge,
@@ -72,8 +73,10 @@ class LocalStore(Store):
     replicates = False
 
     def __init__(self, root: Path) -> None:
+        """Raises Refused if there is a file."""
         self.folder = root.expanduser().absolute()
         """Where it is on this machine."""
+        require_no_file(self.folder)
         self.url = self.folder.as_uri()
 
     def init(self, ownership: Ownership | None = None) -> None:
@@ -91,7 +94,7 @@ class LocalStore(Store):
     def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
         _require_one_copy(options)
         target = self._at(path)
-        with _translated(path):
+        with _translated(target):
             self._make_folder(target.parent)
             file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
             os.fchmod(file, self._folder_mode() & 0o666)
@@ -99,7 +102,7 @@ class LocalStore(Store):
 
     def publish(self, staged: StagedFile, path: StorePath) -> None:
         source, target = self._at(staged.path), self._at(path)
-        with _translated(path):
+        with _translated(target):
             self.stat(staged.path)  # so that it is named if it is what is missing
             self._make_folder(target.parent)
             # rename() would overwrite; link() fails if the name is taken, atomically.
@@ -143,8 +146,9 @@ class LocalStore(Store):
         cancel: Cancel | None = None,
     ) -> Served:
         deadline = Deadline.after(timeout_s, cancel)
-        with _translated(location.path):
-            file = os.open(self._at(location.path), os.O_RDONLY | os.O_CLOEXEC)
+        source = self._at(location.path)
+        with _translated(source):
+            file = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
             try:
                 for wanted in reads:
                     _fill(file, wanted, location, deadline)
@@ -154,7 +158,7 @@ class LocalStore(Store):
 
     def delete(self, path: StorePath) -> bool:
         target = self._at(path)
-        with _translated(path):
+        with _translated(target):
             try:
                 if target.is_dir():
                     target.rmdir()
@@ -187,8 +191,9 @@ class LocalStore(Store):
             if not isinstance(why, FileNotFoundError):  # which was removed meanwhile
                 raise why
 
-        with _translated(folder):
-            for parent, _, names in os.walk(self._at(folder), onerror=fail):
+        top = self._at(folder)
+        with _translated(top):
+            for parent, _, names in os.walk(top, onerror=fail):
                 yield parent, names
 
     def _named(self, files: Iterable[Path]) -> Iterator[StorePath]:
@@ -225,14 +230,14 @@ class _LocalStage(Stage):
 
     def write(self, data: Buffer, again: Again | None = None) -> None:
         rest = memoryview(data).cast("B")
-        with _translated(self._path):
+        with _translated(self._target):
             while rest:
                 done = os.write(self._open_file(), rest)
                 self._written += done
                 rest = rest[done:]
 
     def close(self) -> StagedFile:
-        with _translated(self._path):
+        with _translated(self._target):
             file = self._open_file()
             os.fsync(file)
             length = os.fstat(file).st_size
@@ -255,6 +260,12 @@ class _LocalStage(Stage):
         if self._file is None:
             raise ValueError(f"{self._path} is closed")
         return self._file
+
+
+def require_no_file(folder: Path) -> None:
+    """See that where a folder is meant there is no file. Raises Refused."""
+    if os.path.isfile(folder):  # which, unlike Path.is_file(), raises nothing
+        raise Refused(f"{folder} is a file, not a folder")
 
 
 def _fill(file: int, wanted: Read, location: Location, deadline: Deadline) -> None:
@@ -295,7 +306,7 @@ def _sync_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _translated(what: object) -> Iterator[None]:
-    """Turns OSError into the error tree, naming the file."""
+    """Turns OSError into the error tree, naming the file, and by it the disk."""
     try:
         yield
     except OSError as why:
