@@ -14,13 +14,15 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable
     from pathlib import Path
+    from typing import Concatenate, ParamSpec, TypeVar
 
-    from weightyard.loader.load import Weights
     from weightyard.loader.report import OnLoadEvent
-    from weightyard.records import Pushed
     from weightyard.yard import Yard
+
+    _P = ParamSpec("_P")
+    _T = TypeVar("_T")
 
 __all__ = ["Yard", "load", "open", "pull", "push"]
 
@@ -35,8 +37,12 @@ def open(
     """Open a yard: `http(s)://…` of a service, `hdfs://…`, `viewfs://…`, `file://…` or a folder.
 
     Without a URL: what WEIGHTYARD_URL or WEIGHTYARD_STORE says, else a folder in your home.
+    `token`: for a service; without it WEIGHTYARD_TOKEN.
     `on_unavailable="cached"`: if it does not answer, what this node last knew and has is used.
     `on_event`: is told of what happens in loads, from any thread (docs/loading.md).
+
+    Raises BadSetting and other Refused if it cannot be what is meant, Retryable if it does not
+    answer. All errors are in `weightyard.errors`, below YardError.
     """
     from weightyard.opening import open_yard
     from weightyard.settings import Settings
@@ -47,28 +53,29 @@ def open(
     return yard
 
 
-def push(source: str | Path | Mapping[str, Any], name: str, **options: Any) -> Pushed:
-    """`Yard.push` on the default yard."""
-    with open() as yard:
-        return yard.push(source, name, **options)
+if TYPE_CHECKING:
+    # Editors and type checkers know every option by these; what runs imports nothing.
+    def _on_default(method: Callable[Concatenate[Yard, _P], _T]) -> Callable[_P, _T]: ...
 
+    push = _on_default(Yard.push)
+    pull = _on_default(Yard.pull)
+    load = _on_default(Yard.load)
+else:
 
-def pull(ref: str, dir: str | Path, **options: Any) -> Path:
-    """`Yard.pull` on the default yard."""
-    with open() as yard:
-        return yard.pull(ref, dir, **options)
+    def push(source, name, **options):
+        """`Yard.push` on the default yard."""
+        with open() as yard:
+            return yard.push(source, name, **options)
 
+    def pull(ref, dir, **options):
+        """`Yard.pull` on the default yard."""
+        with open() as yard:
+            return yard.pull(ref, dir, **options)
 
-def load(
-    ref: str,
-    device: Any = "cpu",
-    *,
-    on_unavailable: Literal["fail", "cached"] | None = None,
-    **options: Any,
-) -> Weights:
-    """`Yard.load` on the default yard."""
-    with open(on_unavailable=on_unavailable) as yard:
-        return yard.load(ref, device, **options)
+    def load(ref, device="cpu", *, on_unavailable=None, **options):
+        """`Yard.load` on the default yard."""
+        with open(on_unavailable=on_unavailable) as yard:
+            return yard.load(ref, device, **options)
 
 
 def __getattr__(name: str) -> Any:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, TypeVar
 
-from weightyard.errors import Changed
+from weightyard.errors import BadSetting, Changed
 from weightyard.names import AliasName, ModelName, Ref
 from weightyard.records import AliasMove, Model, Retention, Version
 from weightyard.transfer.catalogue import ANYTHING, Catalogue
@@ -34,11 +34,11 @@ class Catalogued(ABC):
         """Have the records of what was just done written into the store."""
 
     def resolve(self, ref: str) -> Version:
-        """The version a ref means now. Raises NoSuchThing."""
+        """The version a ref means now. Raises NoSuchThing, InvalidName, Retryable."""
         return self.catalogue.resolve(Ref.parse(ref))
 
     def models(self) -> list[Model]:
-        """All of them, by name."""
+        """All of them, by name; runs are not among them. Raises Retryable."""
         return _all(
             lambda last: self.catalogue.models(
                 after=None if last is None else ModelName.parse(last.name), limit=_PAGE
@@ -46,7 +46,7 @@ class Catalogued(ABC):
         )
 
     def versions(self, name: str) -> list[Version]:
-        """All of them, the newest first."""
+        """All of a model, or all checkpoints of a run, the newest first. Raises NoSuchThing."""
         model = ModelName.parse(name)
         return _all(
             lambda last: self.catalogue.versions(
@@ -98,7 +98,10 @@ class Catalogued(ABC):
         return annotated
 
     def delete(self, ref: str, *, reason: str = "") -> Version:
-        """Take a version out of sight. Raises NoSuchThing, Protected."""
+        """Take a version out of sight; gc frees what no other needs. `reason` is kept with it.
+
+        Raises NoSuchThing, Protected if an alias is on it or it is needed otherwise.
+        """
         removed = self.catalogue.remove(Ref.parse(ref), reason=checked_reason(reason))
         self.settle()
         return removed
@@ -119,10 +122,14 @@ class Catalogued(ABC):
     ) -> AliasMove:
         """Put an alias on a version (its number, or a selector such as `v3`); None removes it.
 
+            yard.set_alias("team/bert", "prod", 4, reason="better on the eval set", expect=3)
+
         `expect=3`: only if it is on version 3 now; `expect=0`: only if there is no such alias yet;
-        None: wherever it is. Raises NoSuchThing, AliasMoved.
+        None: wherever it is. `reason` is kept in its log. Raises NoSuchThing, AliasMoved.
         """
         model = ModelName.parse(name)
+        if not isinstance(expect, int | None):
+            raise BadSetting(f"expect={expect!r}: the number of a version, or 0 for no version")
         number = self.resolve(f"{model}@{to}").number if isinstance(to, str) else to
         expected = ANYTHING if expect is None else expect or None  # versions count from 1
         moved = self.catalogue.move_alias(
@@ -132,7 +139,10 @@ class Catalogued(ABC):
         return moved
 
     def alias_log(self, name: str, alias: str, *, as_of: datetime | None = None) -> list[AliasMove]:
-        """All moves of an alias, newest first; with `as_of` those up to then."""
+        """All moves of an alias, newest first; with `as_of` those up to then.
+
+        Empty if there never was such an alias. Raises NoSuchThing if there is no such model.
+        """
         model, moved = ModelName.parse(name), AliasName(alias)
         return _all(
             lambda last: self.catalogue.alias_log(
@@ -145,7 +155,10 @@ class Catalogued(ABC):
         )
 
     def rollback_alias(self, name: str, alias: str, *, reason: str = "") -> AliasMove:
-        """Put an alias back on the version it was on before; done again, one further back."""
+        """Put an alias back on the version it was on before; done again, one further back.
+
+        Raises NoSuchThing if it was on none before.
+        """
         moved = self.catalogue.rollback_alias(
             ModelName.parse(name), AliasName(alias), reason=checked_reason(reason)
         )
@@ -153,7 +166,10 @@ class Catalogued(ABC):
         return moved
 
     def set_retention(self, name: str, retention: Retention | None) -> None:
-        """Say which versions of a model gc may remove by itself; None: none."""
+        """Say which versions of a model gc may remove by itself; None: none. Raises NoSuchThing.
+
+        yard.set_retention("team/bert", weightyard.records.Retention(keep_last=10))
+        """
         self.catalogue.set_retention(ModelName.parse(name), retention)
         self.settle()
 

@@ -128,6 +128,7 @@ class ModelName:
 
     @classmethod
     def parse(cls, text: str) -> Self:
+        _require_text("model name", text)
         project, slash, name = text.partition("/")
         if not slash:
             raise InvalidName(f"model name {_shown(text)} needs a project: PROJECT/NAME")
@@ -216,6 +217,7 @@ class Ref:
 
     @classmethod
     def parse(cls, text: str) -> Self:
+        _require_text("ref", text)
         head, at, selector = text.partition("@")
         model = ModelName.parse(head)
         if not at or selector == "latest":
@@ -344,6 +346,12 @@ def is_tensor_name(text: str) -> bool:
     if any(unicodedata.category(ch) in _UNSHOWABLE for ch in text[:MAX_TENSOR_NAME_BYTES]):
         return False
     return len(text.encode("utf-8", "surrogatepass")) <= MAX_TENSOR_NAME_BYTES
+
+
+def _require_text(what: str, given: object) -> None:
+    """For callers without a type checker, who may have mixed up their arguments."""
+    if not isinstance(given, str):
+        raise InvalidName(f"a {what} is text such as 'team/bert', not a {type(given).__name__}")
 
 
 def _shown(text: str) -> str:

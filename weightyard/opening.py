@@ -43,7 +43,10 @@ def open_yard(
     Without a URL: WEIGHTYARD_URL; else WEIGHTYARD_STORE with WEIGHTYARD_DB; else a folder below
     WEIGHTYARD_HOME. A store without a database of its own gets an SQLite file: in the folder, or
     for HDFS below WEIGHTYARD_HOME, which makes it a yard of this one host.
+    Raises BadSetting, Refused, Retryable if it does not answer.
     """
+    if not isinstance(url, str | os.PathLike | None):
+        raise BadSetting(f"a yard goes by its URL or folder, not by a {type(url).__name__}")
     settings = settings or Settings()
     chosen = chosen_url(None if url is None else str(url), settings)
     name = known_name(chosen, settings)

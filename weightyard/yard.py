@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 from weightyard.away import AwayCatalogue, Opened
 from weightyard.catalogued import Catalogued
 from weightyard.closing import Closing
-from weightyard.errors import BadSetting, NotOnNode, Retryable
+from weightyard.errors import BadSetting, NotOnNode, Refused, Retryable
 from weightyard.format.manifest import FileEntry, Manifest
 from weightyard.loader.asked import Asked
 from weightyard.loader.building import (
@@ -46,12 +47,13 @@ from weightyard.storage.store import Store
 from weightyard.transfer.appearing import appearing
 from weightyard.transfer.catalogue import Catalogue
 from weightyard.transfer.diff import diff_manifests, doubtful_pairs, equal_pairs
-from weightyard.transfer.gather import Gathered, gather_files
+from weightyard.transfer.gather import Gathered, Patterns, gather_files
 from weightyard.transfer.plan import wanted_of
 from weightyard.transfer.preview import preview
 from weightyard.transfer.publish import checked_publication
 from weightyard.transfer.settling import Settling
 from weightyard.transfer.source import FileSource, translated
+from weightyard.transfer.writer import require_delta
 from weightyard.via import Incoming, Outgoing, Progress, Via, ViaStore
 
 if TYPE_CHECKING:
@@ -61,8 +63,6 @@ if TYPE_CHECKING:
     from weightyard.registry.registry import Registry
 
 _log = Log(__name__)
-
-_T = TypeVar("_T")
 
 _RESOLVING = 0.5
 """The part of its time that a load waits to be told what a ref means, if it can do without."""
@@ -157,8 +157,8 @@ class Yard(Catalogued, Loads, Closing):
         metrics: Mapping[str, float] | None = None,
         tags: Mapping[str, str] | None = None,
         metadata: Mapping[str, Any] | None = None,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
+        include: Patterns | None = None,
+        exclude: Patterns | None = None,
         follow_links: bool = False,
         replication: int | None = None,
         policy: str | None = None,
@@ -169,13 +169,32 @@ class Yard(Catalogued, Loads, Closing):
     ) -> Pushed:
         """Publish a folder, a file or a state dict as the next version of a model.
 
+            yard.push("./tuned", "team/bert", alias="prod", parent="team/bert@prod",
+                      message="longer", metrics={"accuracy": 0.93}, tags={"data": "2026-11"})
+            yard.push(module.state_dict(), "team/bert")
+
         A folder may lie in HDFS (`hdfs://…`): it is streamed. `include` and `exclude` are patterns
         of its paths; `follow_links` takes a link to a file for that file, as in the cache of the
         Hugging Face Hub, else links are refused. What the store has already is not sent again, so
         a push that was interrupted goes on where it stopped. Nothing is visible before all of it
-        is. Raises Conflict, Refused, Retryable.
+        is.
+
+        `alias`: is put on the version as it is published. `parent`: the ref of the version it was
+        made from. `message`, `metrics`, `tags`, `metadata` (JSON): what is said of it, and can be
+        changed by `annotate`. `replication`, `policy`: how many copies HDFS keeps of its packs,
+        and by which storage policy; None: as the yard does. `codec`: "raw" stores bytes as they
+        are, to be read with the least CPU. `delta`: blocks that differ little from the parent's
+        are stored whole ("off"), as what differs ("only"), or both ways ("also": for followers).
+        `expect_latest`: only if this is the newest version's number now, 0 if there is none.
+        `progress`: is told of raw bytes as they are done, from any thread.
+
+        The result is the version, with what was new and what was stored of it. Raises Conflict,
+        Refused, Retryable.
         """
         model = ModelName.parse(name)
+        if codec not in ("auto", "raw"):
+            raise BadSetting(f"codec={codec!r}: it is 'auto' or 'raw'")
+        require_delta(delta)
         if delta != "off" and parent is None:
             raise BadSetting(f"delta={delta!r} needs a parent: what to differ from")
         said: dict[str, Any] = {
@@ -216,8 +235,8 @@ class Yard(Catalogued, Loads, Closing):
         self,
         source: str | Path | Mapping[str, Any],
         *,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
+        include: Patterns | None = None,
+        exclude: Patterns | None = None,
         follow_links: bool = False,
     ) -> Gathered:
         """What a push of this source would consist of; `push` takes it as its source.
@@ -228,6 +247,11 @@ class Yard(Catalogued, Loads, Closing):
             from weightyard.loader.state import state_content
 
             return Gathered([state_content(source, self.block_bytes)])
+        if not isinstance(source, str | os.PathLike):
+            raise Refused(
+                f"a {type(source).__name__} cannot be pushed: give a folder, a file, or tensors by "
+                "name such as module.state_dict()"
+            )
         return gather_files(
             source,
             self.block_bytes,
@@ -240,7 +264,7 @@ class Yard(Catalogued, Loads, Closing):
     def preview(
         self, gathered: Gathered, name: str, progress: Callable[[int], None] | None = None
     ) -> PushPlan:
-        """What a push to a model would send, without sending it."""
+        """What a push of what `gather` gave would send to a model, without sending it."""
         project = ModelName.parse(name).project
         said = progress or (lambda done_bytes: None)
         return preview(gathered.contents, self.catalogue, project, said)
@@ -250,14 +274,16 @@ class Yard(Catalogued, Loads, Closing):
         ref: str,
         dir: str | Path,
         *,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
+        include: Patterns | None = None,
+        exclude: Patterns | None = None,
         progress: Callable[[int], None] | None = None,
     ) -> Path:
         """Put a version's files into a folder, bit for bit. Each appears when it is whole.
 
-        A pushed state dict comes as `model.safetensors`. Raises NoSuchThing, Conflict (a file is
-        there already), Unsupported (a dtype such a file cannot have), Damaged, Retryable.
+        The folder is made if need be, and returned. `include`, `exclude`: patterns of the version's
+        paths. `progress`: is told of raw bytes as they are done, from any thread. A pushed state
+        dict comes as `model.safetensors`. Raises NoSuchThing, Conflict (a file is there already),
+        Refused, Unsupported (a dtype such a file cannot have), Damaged, Retryable.
         """
         version = self._version_to_use(ref)
         manifest = self._manifest_of(version)
@@ -277,16 +303,16 @@ class Yard(Catalogued, Loads, Closing):
         self,
         ref: str,
         *,
-        include: Sequence[str] | None = None,
-        exclude: Sequence[str] | None = None,
+        include: Patterns | None = None,
+        exclude: Patterns | None = None,
         progress: Callable[[int], None] | None = None,
         on_unavailable: OnUnavailable = None,
     ) -> Path:
         """A folder of this node with a version's real files, for any server; made if need be.
 
         A pushed state dict is there as `model.safetensors`. Do not write into it: other versions
-        may share its files. It is not evicted while this yard is open.
-        `on_unavailable`: as in `load`.
+        may share its files. It is not evicted while this yard is open. `include`, `exclude`:
+        patterns of the version's paths. `progress`, `on_unavailable`: as in `load`.
         Raises NoSuchThing, NotOnNode, StoreFull, Damaged, Retryable.
         """
         version = self._version_to_use(ref, on_unavailable)
@@ -335,6 +361,11 @@ class Yard(Catalogued, Loads, Closing):
     ) -> Follower:
         """Bring in the versions a ref moves to, while the old one serves (docs/following.md).
 
+            with yard.follow("team/bert@prod", module) as follower:
+                for request in requests:
+                    follower.apply()  # nothing to do, almost always
+                    …
+
         `module`: what is served, a module or tensors by name, which `apply` changes where they
         are; None: the caller takes what `changed` gives. `applied`: the version it holds now, or
         its ref, so that only what differs is read; what `load` gave knows it by itself. `files`,
@@ -366,7 +397,7 @@ class Yard(Catalogued, Loads, Closing):
         return Follower(following, Resident(module), known)
 
     def manifest(self, ref: str) -> Manifest:
-        """What a version consists of."""
+        """What a version consists of: files, tensors and their blocks. Raises NoSuchThing."""
         return self._manifest_of(self.resolve(ref))
 
     def diff(self, a: str, b: str) -> Diff:

@@ -42,7 +42,11 @@ def portions(split: Split) -> list[Portion]:
 
 
 def read_by(split: Split, ranks: int) -> list[int]:
-    return [sum(one.length for one in split.read_by(rank)) for rank in range(ranks)]
+    return [
+        sum(one.length for one in split.own[rank])
+        + sum(one.length for several in split.rounds for one in several if one.reader == rank)
+        for rank in range(ranks)
+    ]
 
 
 chunk_runs = st.lists(

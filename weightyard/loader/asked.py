@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal
 
 from weightyard.errors import BadSetting, Unsupported
@@ -37,6 +38,13 @@ class Asked:
             raise BadSetting(f"verify={self.verify!r}: it is 'fast' or 'full'")
         if self.device_decode and self.verify == "full":
             raise BadSetting("verify='full' hashes blocks on the host: leave device_decode out")
+        for name, given in (("files", self.files), ("tensors", self.tensors)):
+            if not (given is None or isinstance(given, str) or _are_texts(given)):
+                raise BadSetting(f"{name}={given!r}: a name or pattern, or several of them")
+        if not (
+            self.slices is None or (isinstance(self.slices, Mapping) and _are_texts(self.slices))
+        ):
+            raise BadSetting("slices= takes slices by the names or patterns of tensors")
 
     @property
     def is_all(self) -> bool:
@@ -72,5 +80,21 @@ class Asked:
         if isinstance(found, str):
             found = getattr(torch, found.removeprefix("torch."), None)
         if not isinstance(found, torch.dtype):
-            raise Unsupported(f"dtype {self.dtype!r} is none of torch's")
+            raise Unsupported(f"dtype {self.dtype!r} is none of torch's, such as 'bfloat16'")
+        if not found.is_floating_point:
+            raise Unsupported(
+                f"dtype {self.dtype!r}: tensors are cast to floating point only, such as 'bfloat16'"
+            )
         return found
+
+
+def deadline_of(timeout: float | None) -> Deadline:
+    """Until when a load may go on. Raises BadSetting."""
+    is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if timeout is None or (is_number and timeout >= 0):
+        return Deadline.after(timeout)
+    raise BadSetting(f"timeout={timeout!r}: seconds, or None to wait as long as it takes")
+
+
+def _are_texts(given: Any) -> bool:
+    return isinstance(given, Collection) and all(isinstance(one, str) for one in given)

@@ -44,6 +44,8 @@ class Budget:
             ("max_host_bytes", self.max_host_bytes, LEAST_HOST_BYTES),
             ("max_device_extra_bytes", self.max_device_extra_bytes, LEAST_DEVICE_BYTES),
         ):
+            if not isinstance(bound, int | None):
+                raise BadSetting(f"{name}={bound!r}: a number of bytes")
             if bound is not None and bound < least:
                 raise BadSetting(f"{name} is {bound}: loading needs {least}")
 

@@ -29,7 +29,7 @@ from weightyard.names import Digest, FilePath
 from weightyard.records import Version
 from weightyard.storage.deadline import Deadline
 from weightyard.transfer.catalogue import Catalogue
-from weightyard.transfer.gather import is_wanted
+from weightyard.transfer.gather import Patterns, is_wanted
 from weightyard.transfer.reader import ReadsBlocks
 from weightyard.transfer.source import translated
 
@@ -74,8 +74,8 @@ class SnapshotPlan:
 class Choice:
     """Which files are wanted: those that fit a pattern, if there are any, and no excluding one."""
 
-    include: Sequence[str] | None = None
-    exclude: Sequence[str] | None = None
+    include: Patterns | None = None
+    exclude: Patterns | None = None
 
 
 EVERYTHING = Choice()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -73,7 +74,7 @@ def fitting(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     for pattern in patterns:
         wanted = pattern.removeprefix("!")
         if not any(_fits(name, wanted) for name in names):
-            raise NoSuchThing(f"no tensor fits {wanted!r}; there are {_some(names)}")
+            raise NoSuchThing(f"no tensor fits {wanted!r}; there are {some_of(names, wanted)}")
     return [name for name in names if admits(name, patterns)]
 
 
@@ -95,7 +96,8 @@ def by_name(names: Iterable[str], patterns: Mapping[str, _T]) -> dict[str, _T]:
     for pattern, value in patterns.items():
         fits = [name for name in names if _fits(name, pattern)]
         if not fits:
-            raise NoSuchThing(f"no tensor to slice fits {pattern!r}; there are {_some(names)}")
+            near = some_of(names, pattern)
+            raise NoSuchThing(f"no tensor to slice fits {pattern!r}; there are {near}")
         for name in fits:
             if name == pattern:
                 found[name] = value
@@ -149,7 +151,7 @@ def _no_model(manifest: Manifest, having: Sequence[str]) -> NoSuchThing:
     if not having:
         return NoSuchThing(f"there are no tensors in it: {_inventory(manifest)}")
     return NoSuchThing(
-        f"it has neither {MODEL} nor {INDEX}: say with files= which to load of {_some(having)}"
+        f"it has neither {MODEL} nor {INDEX}: say with files= which to load of {some_of(having)}"
     )
 
 
@@ -157,9 +159,11 @@ def _inventory(manifest: Manifest) -> str:
     having = {tensor.file for tensor in manifest.tensors}
     with_tensors = [f.path for number, f in enumerate(manifest.files) if number in having]
     if with_tensors:
-        return f"tensors are in {_some(with_tensors)}"
+        return f"tensors are in {some_of(with_tensors)}"
     # A file with an odd header is kept as plain bytes.
-    return f"its files are {_some([f.path for f in manifest.files])}; `pull` gives them as they are"
+    return (
+        f"its files are {some_of([f.path for f in manifest.files])}; `pull` gives them as they are"
+    )
 
 
 def _path(manifest: Manifest, tensor: TensorEntry) -> str:
@@ -179,8 +183,10 @@ def _natural(name: str) -> tuple[tuple[int, str], ...]:
     )
 
 
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_FEW])
-    if len(names) > _FEW:
-        return f"{shown} and {len(names) - _FEW} more"
+def some_of(names: Sequence[str], like: str = "") -> str:
+    """A few of many names, for a message: first those that look `like` one that there is not."""
+    few = list(dict.fromkeys([*get_close_matches(like, names), *names]))[:_FEW]
+    shown = ", ".join(few)
+    if len(names) > len(few):
+        return f"{shown} and {len(names) - len(few)} more"
     return shown or "none"

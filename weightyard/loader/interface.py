@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from weightyard.errors import BadSetting, StoreUnavailable, Unsupported
 from weightyard.format.manifest import Manifest
-from weightyard.loader.asked import Asked
+from weightyard.loader.asked import Asked, deadline_of
 from weightyard.loader.batches import AHEAD_BYTES
 from weightyard.loader.budget import Budget
 from weightyard.loader.byproducts import Byproduct, Byproducts
@@ -49,7 +49,9 @@ class Loads(ABC):
     `slices`: what is wanted of a tensor, by name or pattern: what NumPy takes between brackets
     (integers, slices, `...`), or a layout (a DTensor, or a `weightyard.loader.layouts.Layout`):
     this rank's shard.
-    `dtype`: floating-point tensors are cast to it.
+    `device`: where the tensors go: a torch.device, its name ("cpu", "cuda:0") or its number.
+    `dtype`: what floating-point tensors are cast to: a floating-point torch.dtype or its name
+    ("bfloat16"). Others stay what they are.
     `verify`: "fast" checks the checksum of every chunk, "full" also the name of every block.
     `cache`: use this node's snapshot of the version if there is one, and what it knows to be
     checked; leave a snapshot where all of it was loaded from a store elsewhere (none with "full").
@@ -162,7 +164,7 @@ class Loads(ABC):
             slices=slices,
             dtype=dtype,
             verify=verify,
-            deadline=Deadline.after(timeout),
+            deadline=deadline_of(timeout),
             progress=progress,
             device_decode=device_decode,
             budget=Budget(max_host_bytes, max_device_extra_bytes),
@@ -231,7 +233,7 @@ class Loads(ABC):
             tensors=tensors,
             dtype=dtype,
             verify=verify,
-            deadline=Deadline.after(timeout),
+            deadline=deadline_of(timeout),
             progress=progress,
             device_decode=device_decode,
             budget=Budget(max_host_bytes, max_device_extra_bytes),
@@ -275,7 +277,7 @@ class Loads(ABC):
             slices=slices,
             dtype=dtype,
             verify=verify,
-            deadline=Deadline.after(timeout),
+            deadline=deadline_of(timeout),
             progress=progress,
             device_decode=device_decode,
             budget=Budget(max_host_bytes, max_device_extra_bytes),

@@ -13,6 +13,7 @@ from weightyard.format.dtypes import nbytes
 from weightyard.format.manifest import TensorEntry
 from weightyard.format.safetensors import LENGTH_BYTES, MAX_HEADER_BYTES
 from weightyard.loader.asked import Asked
+from weightyard.loader.choosing import some_of
 from weightyard.loader.origin import Destination, Origin
 from weightyard.loader.placing import device_of
 from weightyard.loader.plan import plan_tensors
@@ -96,7 +97,10 @@ class LazyWeights(Closing):
 
     def _entry(self, name: str) -> TensorEntry:
         if name not in self._entries:
-            raise NoSuchThing(f"{self.version.ref} has no tensor {name[:200]!r}")
+            near = some_of(self.keys(), str(name))
+            raise NoSuchThing(
+                f"{self.version.ref} has no tensor {str(name)[:200]!r}; there are {near}"
+            )
         return self._entries[name]
 
     def _header_metadata(self, number: int) -> dict[str, str]:

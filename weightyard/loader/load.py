@@ -53,6 +53,7 @@ def stream(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors asked for, one after the other in model order, read ahead within a budget."""
     to = Destination(device_of(device), ahead_bytes=ahead_bytes)
+    _ = asked.torch_dtype  # which may be none: said now, and not when the first tensor is asked for
     plans = plan(origin, asked)
     origin.open_files(one.file for one in plans)
     return _stream(origin, asked, to, plans)

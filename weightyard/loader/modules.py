@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from weightyard.errors import DoesNotFit
+from weightyard.errors import DoesNotFit, Refused
 from weightyard.format.manifest import TensorEntry
 from weightyard.loader.layouts import is_layout
 from weightyard.loader.state import torch_dtype
@@ -62,7 +62,11 @@ def _as_shard(local: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def slots_of(module: torch.nn.Module) -> list[Slot]:
-    """What a module's state dict has, tied ones as one."""
+    """What a module's state dict has, tied ones as one. Raises Refused for what is no module."""
+    import torch
+
+    if not isinstance(module, torch.nn.Module):
+        raise Refused(f"a torch.nn.Module can be filled, not a {type(module).__name__}")
     found: dict[int, tuple[torch.Tensor, list[tuple[torch.nn.Module, str]], list[str]]] = {}
     for name, owner, key, tensor in _walk(module):
         _, places, names = found.setdefault(id(tensor), (tensor, [], []))

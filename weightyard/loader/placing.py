@@ -161,6 +161,8 @@ def device_of(device: Any) -> torch.device:
         import torch
     except ImportError:
         raise Unsupported("tensors need torch: pip install 'weightyard[torch]'") from None
+    if not isinstance(device, str | int | torch.device):
+        raise Unsupported(f"device {device!r}: it goes by a name such as 'cpu' or 'cuda:0'")
     try:
         found = torch.device(device)
         torch.empty(0, device=found)

@@ -73,11 +73,6 @@ class Split:
         """What all ranks together read."""
         return sum(portion.length for portions in self.own + self.rounds for portion in portions)
 
-    def read_by(self, rank: int) -> Iterator[Portion]:
-        yield from self.own[rank]
-        for portions in self.rounds:
-            yield from (portion for portion in portions if portion.reader == rank)
-
 
 def wants_of(plans: Iterable[TensorPlan]) -> Wants:
     """What plans need: whole chunks, the least that can be read and checked."""

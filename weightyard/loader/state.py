@@ -53,10 +53,12 @@ _FROM_DTYPE = {dtype: name for name, dtype in _TORCH.items()}
 def state_content(state: Mapping[str, Any], block_bytes: int) -> Content:
     """A state dict as content to write. Tensors on a device are copied to the host; others are not.
 
-    Raises Refused for a value that is no tensor, naming it.
+    Raises Refused for a name that is no text, and for a value that is no tensor, naming it.
     """
     tensors, sources = [], []
     for name, value in state.items():
+        if not isinstance(name, str):
+            raise Refused(f"a tensor name is text, not a {type(name).__name__}")
         dtype, shape, storage, data = _taken_apart(name, value)
         tensors.append(StateTensor(name, dtype, shape, storage=storage))
         if data.nbytes:

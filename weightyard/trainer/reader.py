@@ -19,7 +19,7 @@ from torch.futures import Future
 from weightyard.errors import YardError
 from weightyard.format import manifest as manifests
 from weightyard.format.manifest import Manifest, TensorEntry
-from weightyard.loader.asked import Asked
+from weightyard.loader.asked import Asked, deadline_of
 from weightyard.loader.finding import told
 from weightyard.loader.interface import Loads
 from weightyard.loader.joint import Joint, read_jointly
@@ -111,6 +111,7 @@ class YardReader(StorageReader):
         self._group = process_group
         self._is_alone = no_dist
         self._cast = cast
+        deadline_of(timeout)  # which refuses what is none; the time begins with each load
         self._timeout_s = timeout
         self._asked = Asked(verify=verify, progress=progress)
         self._opened: _Opened | None = None

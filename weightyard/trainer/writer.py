@@ -51,7 +51,7 @@ from weightyard.transfer.publish import checked_publication, store_manifest
 from weightyard.transfer.reader import Reader
 from weightyard.transfer.source import MemorySource, piece_bytes
 from weightyard.transfer.together import run_together
-from weightyard.transfer.writer import Content, WriteOptions, Writer, WriteReport
+from weightyard.transfer.writer import Content, WriteOptions, Writer, WriteReport, require_delta
 
 _log = Log(__name__)
 
@@ -170,6 +170,7 @@ class YardWriter(StorageWriter, Closing):
         Raises InvalidName, BadSetting; StoreUnavailable and Unsupported where the store is not to
         be had.
         """
+        require_delta(delta)
         self._yard = yard
         self._store = _store_of(yard)
         self.run = ModelName.parse(run)

@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from weightyard.closing import Closing
 from weightyard.errors import NoSuchThing
@@ -19,6 +19,9 @@ from weightyard.transfer.writer import Content
 
 if TYPE_CHECKING:
     from weightyard.storage.hdfs.tree import HdfsTree, TreeFile
+
+Patterns: TypeAlias = str | Sequence[str]
+"""What paths of files fit: one pattern, or several."""
 
 MAX_CONFIG_BYTES = 1 << 20
 """Of a config.json that is looked into."""
@@ -50,8 +53,8 @@ class Gathered(Closing):
 def gather_files(
     source: str | Path,
     block_bytes: int,
-    include: Sequence[str] | None = None,
-    exclude: Sequence[str] | None = None,
+    include: Patterns | None = None,
+    exclude: Patterns | None = None,
     settings: Settings | None = None,
     *,
     follow_links: bool = False,
@@ -83,11 +86,12 @@ def gather_files(
     return Gathered(contents, tree.close)
 
 
-def is_wanted(path: str, include: Sequence[str] | None, exclude: Sequence[str] | None) -> bool:
+def is_wanted(path: str, include: Patterns | None, exclude: Patterns | None) -> bool:
     """Whether a path fits one of the patterns, or there are none, and fits no excluding one."""
 
-    def fits(patterns: Sequence[str]) -> bool:
-        return any(fnmatch.fnmatchcase(path, pattern) for pattern in patterns)
+    def fits(patterns: Patterns) -> bool:
+        several = [patterns] if isinstance(patterns, str) else patterns
+        return any(fnmatch.fnmatchcase(path, pattern) for pattern in several)
 
     return (not include or fits(include)) and not (exclude and fits(exclude))
 

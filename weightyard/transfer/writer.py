@@ -20,7 +20,7 @@ from typing import Literal, Protocol
 import numpy as np
 
 from weightyard import codec
-from weightyard.errors import Bug, Conflict
+from weightyard.errors import BadSetting, Bug, Conflict
 from weightyard.format.block import MIB, Codec, Encoding, block_id
 from weightyard.format.pack import PACK_HEADER, PACK_LIMIT_BYTES, padding
 from weightyard.format.splitting import Piece, Split
@@ -74,6 +74,12 @@ class WriteOptions:
 
     They lie in buffers up to four times as long as what is stored, mostly hardly longer.
     """
+
+
+def require_delta(delta: str) -> None:
+    """See that it is one of those there are. Raises BadSetting."""
+    if delta not in ("off", "also", "only"):
+        raise BadSetting(f"delta={delta!r}: it is 'off', 'also' or 'only'")
 
 
 @dataclass(frozen=True, slots=True)

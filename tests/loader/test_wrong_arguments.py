@@ -1,0 +1,123 @@
+"""Wrong arguments from Python are refused by an error that says what to give instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from loader_world import BERT, noise, yard_in
+
+from weightyard.errors import BadSetting, InvalidName, NoSuchThing, Refused, Unsupported
+from weightyard.yard import Yard
+
+LAYERS = {f"layers.{number}.weight": noise(8, 8, seed=number) for number in range(12)}
+
+
+@pytest.fixture(scope="module")
+def yard(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Yard]:
+    with yard_in(tmp_path_factory.mktemp("wrong")) as opened:
+        opened.push(LAYERS, BERT, alias="prod")
+        yield opened
+
+
+def test_a_ref_or_a_name_that_is_no_text_is_called_so(yard: Yard, tmp_path: Path) -> None:
+    anything: Any = torch.nn.Linear(1, 1)
+    with pytest.raises(InvalidName, match="Linear"):
+        yard.load(anything)
+    with pytest.raises(InvalidName, match="Linear"):
+        yard.load_into(anything, anything)
+    with pytest.raises(InvalidName, match="PosixPath"):
+        yard.push(tmp_path, tmp_path)  # type: ignore[arg-type]
+
+
+def test_a_tensor_name_with_a_slip_gets_those_that_are_near(yard: Yard) -> None:
+    near = r"there are layers\.11\.weight"
+    with pytest.raises(NoSuchThing, match=near):
+        yard.load(BERT, tensors="layers.11.weigth")
+    with pytest.raises(NoSuchThing, match=near):
+        yard.load(BERT, slices={"layer.11.weight": 0})
+    with yard.safe_open(BERT) as weights, pytest.raises(NoSuchThing, match=near):
+        weights.get_tensor("layers.11.wieght")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8", torch.int64, 3, "nn"])
+def test_tensors_are_cast_to_floating_point_only(yard: Yard, dtype: Any) -> None:
+    for load in (yard.load, yard.stream):
+        with pytest.raises(Unsupported, match="'bfloat16'"):
+            load(BERT, dtype=dtype)
+
+
+@pytest.mark.parametrize("timeout", [-1, float("nan"), "3", True])
+def test_a_timeout_is_a_number_of_seconds(yard: Yard, timeout: Any) -> None:
+    with pytest.raises(BadSetting, match="timeout="):
+        yard.load(BERT, timeout=timeout)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tensors": 3}, "tensors="),
+        ({"tensors": [1]}, "tensors="),
+        ({"files": 3}, "files="),
+        ({"slices": [1]}, "slices="),
+        ({"slices": {3: 1}}, "slices="),
+        ({"max_host_bytes": "1GiB"}, "max_host_bytes"),
+    ],
+)
+def test_what_is_of_the_wrong_kind_is_named(yard: Yard, given: Any, said: str) -> None:
+    with pytest.raises(BadSetting, match=said):
+        yard.load(BERT, **given)
+
+
+def test_a_device_that_is_none_is_refused_in_one_clear_line(yard: Yard) -> None:
+    for device in (None, 3.5):
+        with pytest.raises(Unsupported, match=r"such as 'cpu' or 'cuda:0'$"):
+            yard.load(BERT, device=device)
+
+
+def test_what_cannot_be_pushed_says_what_can(yard: Yard) -> None:
+    module: Any = torch.nn.Linear(2, 2)
+    with pytest.raises(Refused, match=r"state_dict\(\)"):
+        yard.push(module, BERT)
+    nothing: Any = None
+    with pytest.raises(Refused, match="NoneType"):
+        yard.push(nothing, BERT)
+    numbered: Any = {1: noise(2)}
+    with pytest.raises(Refused, match="tensor name"):
+        yard.push(numbered, BERT)
+
+
+@pytest.mark.parametrize("given", [{"codec": "zip"}, {"delta": "yes", "parent": BERT}])
+def test_a_codec_or_a_delta_that_there_is_not_is_refused(yard: Yard, given: Any) -> None:
+    (name,) = given.keys() - {"parent"}
+    with pytest.raises(BadSetting, match=f"{name}="):
+        yard.push(LAYERS, BERT, **given)
+
+
+def test_only_a_module_is_loaded_into(yard: Yard) -> None:
+    anything: Any = "module"
+    with pytest.raises(Refused, match=r"torch\.nn\.Module"):
+        yard.load_into(anything, BERT)
+
+
+def test_a_pattern_need_not_be_in_a_list(yard: Yard, tmp_path: Path) -> None:
+    """Read letter by letter its last one, `*`, would fit everything."""
+    for name in ("model.bin", "config.json"):
+        (tmp_path / "model" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "model" / name).write_text("{}")
+    yard.push(tmp_path / "model", "team/files")
+    folder = yard.pull("team/files", tmp_path / "out", include="model*")
+    assert [file.name for file in folder.iterdir()] == ["model.bin"]
+    yard.push(tmp_path / "model", "team/files", exclude="model*")
+    assert [file.name for file in yard.snapshot("team/files").iterdir()] == ["config.json"]
+    some = yard.snapshot("team/files@v1", include="model*")
+    assert [file.name for file in some.iterdir()] == ["model.bin"]
+
+
+def test_an_alias_is_expected_on_a_number(yard: Yard) -> None:
+    anything: Any = "v1"
+    with pytest.raises(BadSetting, match="expect="):
+        yard.set_alias(BERT, "prod", 1, expect=anything)
