@@ -48,7 +48,7 @@ fmt: setup-dev ## format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-bench: setup-bench ## measure against the peers; writes docs/benchmarks.md and bench/results.json
+bench: setup-bench ## measure against the peers; writes docs/benchmarks.md, README's numbers, bench/results.json
 	$(BIN)/python -m bench
 
 docker-test: setup-dev ## store and service on the compose cluster (needs a Docker engine)

@@ -1,4 +1,4 @@
-"""Measure weightyard against its peers on one mini-HDFS; write the page and the samples."""
+"""Measure weightyard against its peers on one mini-HDFS; write samples, page and README."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from bench import (
     swap,
     training,
 )
+from bench.headline import with_headline
 from bench.samples import Footprint, Memory, Results, Row, Table, Timed
 from bench.site import Site
 from weightyard.errors import ClusterFailed
@@ -44,6 +45,7 @@ from weightyard.testing.cluster.native import library_folder
 HERE = Path(__file__).parent
 RESULTS = HERE / "results.json"
 PAGE = HERE.parent / "docs" / "benchmarks.md"
+README = HERE.parent / "README.md"
 
 TIMED: Mapping[str, Callable[..., tuple[Row, ...]]] = {
     "reads": reads.run,
@@ -68,8 +70,10 @@ _GIB = 2**30
 def main(arguments: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     console = Console()
-    wanted = [name for name in SECTIONS if name in options.only]
+    wanted = [name for name in SECTIONS if name in options.only and not options.page]
     results = read_results(RESULTS)
+    if options.page:
+        write_results(results)
     with ExitStack() as cleanup:
         site = None
         if ON_HDFS & set(wanted):
@@ -96,9 +100,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if not options.dry:
                 write_results(results)
     if not options.dry:
-        console.print(
-            f"wrote {PAGE.relative_to(HERE.parent)} and {RESULTS.relative_to(HERE.parent)}"
-        )
+        written = ", ".join(str(one.relative_to(HERE.parent)) for one in (RESULTS, PAGE, README))
+        console.print(f"wrote {written}")
 
 
 def read_results(path: Path) -> Results:
@@ -113,6 +116,7 @@ def write_results(results: Results) -> None:
     RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(report.render(results))
+    README.write_text(with_headline(README.read_text(), results))
 
 
 def _measure(
@@ -212,6 +216,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--size", type=_size, default=_GIB, help="of a file or model; 1GiB")
     parser.add_argument("--tensor", type=_size, default=4 * _GIB, help="of the memory section")
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument(
+        "--page", action="store_true", help="measure nothing: write the page and README anew"
+    )
     parser.add_argument("--dry", action="store_true", help="write nothing: only try it")
     parser.add_argument("--kills", type=int, default=20, help="of the faults section; 20")
     parser.add_argument(

@@ -9,6 +9,7 @@ import pytest
 
 import bench.__main__ as command
 from bench import catalogue, codec, report
+from bench.headline import BEGIN, END, with_headline
 from bench.ratios import ratios_of
 from bench.samples import Footprint, Kind, Measured, Memory, Results, Row, Sample, Table, Timed
 from bench.verdicts import at_least, at_most
@@ -154,6 +155,8 @@ def test_sections_not_measured_again_are_kept(
 ) -> None:
     monkeypatch.setattr(command, "RESULTS", tmp_path / "results.json")
     monkeypatch.setattr(command, "PAGE", tmp_path / "docs" / "page.md")
+    monkeypatch.setattr(command, "README", tmp_path / "README.md")
+    (tmp_path / "README.md").write_text(f"before\n{BEGIN}| old |\n{END}after\n")
     before = Results(reads=READS, codec=Table(MACHINE, {"rates": [{"codec": "raw", "left": 1.0}]}))
     command.write_results(before)
     kept = command.read_results(tmp_path / "results.json")
@@ -162,6 +165,20 @@ def test_sections_not_measured_again_are_kept(
     assert command.read_results(tmp_path / "results.json") == after
     assert after.reads == READS
     assert "| raw | 1.000 |" in (tmp_path / "docs" / "page.md").read_text()
+    readme = (tmp_path / "README.md").read_text()
+    assert readme.startswith(f"before\n{BEGIN}\n| MB/s |")
+    assert "Measured 2026-11-16 on 2 cores" in readme
+    assert readme.endswith(f"{END}after\n")
+    assert "| a file, read through sockets | **2500** | 1000: other, somehow | **2.5×** |" in readme
+    assert "old" not in readme
+
+
+def test_page_and_readme_show_the_numbers_that_were_measured() -> None:
+    results = command.read_results(command.RESULTS)
+    page, readme = command.PAGE.read_text(), command.README.read_text()
+    hint = "write them anew: python -m bench --page"
+    assert page == report.render(results), hint
+    assert readme == with_headline(readme, results), hint
 
 
 def test_a_number_that_misses_by_little_is_not_shown_as_the_one_asked_for() -> None:
