@@ -15,7 +15,7 @@ FETCH_HADOOP := from weightyard.settings import Settings; \
 # Hundreds of processes are started by the tests; each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run setup setup-dev setup-bench test tests test-long check fmt bench docker-test clean
+.PHONY: help run setup setup-dev setup-bench test tests test-long check fmt bench map docker-test clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -50,6 +50,9 @@ fmt: setup-dev ## format and fix what can be fixed
 
 bench: setup-bench ## measure against the peers; writes docs/benchmarks.md, README's numbers, bench/results.json
 	$(BIN)/python -m bench
+
+map: setup-dev ## write docs/modules.md: what every module is
+	$(BIN)/python docs/modules.py
 
 docker-test: setup-dev ## store and service on the compose cluster (needs a Docker engine)
 	$(BIN)/python docker/run_tests.py

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +43,26 @@ def test_links_in_the_docs_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if not re.match(r"[a-z]+:", target):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_to_headings_in_the_docs_have_them(page: Path) -> None:
+    for target, heading in re.findall(r"\]\(([^):#]*)#([^)]+)\)", page.read_text()):
+        linked = page.parent / target if target else page
+        assert heading in _headings(linked), f"{page.name} links to {target}#{heading}"
+
+
+def _headings(page: Path) -> set[str]:
+    """As links name them."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_every_module_says_in_its_first_line_what_it_is_and_the_map_has_it() -> None:
+    written = runpy.run_path(str(ROOT / "docs" / "modules.py"))["module_map"]()
+    assert (ROOT / "docs" / "modules.md").read_text() == written, "write it anew: make map"
+    assert ".py`: \n" not in written
 
 
 def test_the_readme_names_the_make_verbs_that_exist() -> None:

@@ -168,6 +168,24 @@ def test_help_shows_an_example_and_the_options_of_every_command(cli: Cli, name: 
             assert option in shown
 
 
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_on_the_page_in_the_section_of_its_command(name: str) -> None:
+    found: Any = typer.main.get_command(app)
+    for word in name.split():
+        found = found.commands[word]
+    heading = "cluster" if name.startswith("cluster ") else name
+    about = "".join(  # some commands have more sections than one, such as `push --dry-run`
+        f"{title}\n{text}"
+        for title, text in _SECTIONS.items()
+        if title == heading or (title.startswith(f"{heading} ") and title not in COMMANDS)
+    )
+    everywhere = {"--yard", "--token", "--json", "--quiet", "--help"}
+    for option in found.params:
+        names = {*option.opts, *option.secondary_opts}
+        if option.param_type_name == "option" and not names & everywhere:
+            assert any(one in about for one in names), f"{name} {names}"
+
+
 def test_help_groups_commands_by_whom_they_are_for(cli: Cli) -> None:
     shown = cli.ok("--help")
     assert [shown.index(f"─ {panel} ─") for panel in Panel] == sorted(
