@@ -7,6 +7,7 @@ import socket
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -47,6 +48,17 @@ _LONG_TIMEOUT = httpx.Timeout(60.0, connect=_CONNECT_S, pool=ANSWER_S, read=LONG
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 5.0
 _TRY_AGAIN = frozenset((429, 502, 503, 504))
+
+
+@dataclass(frozen=True, slots=True)
+class _NotNow:
+    """A request that came to nothing; another time it might."""
+
+    error: Retryable
+    may_repeat: bool
+    """Whether doing it once more does no harm."""
+    asked_pause_s: float = 0.0
+    """How long the service wants to be left alone."""
 
 
 class Connection:
@@ -172,48 +184,51 @@ class Connection:
         given = {name: value for name, value in (params or {}).items() if value is not None}
         while True:
             attempt += 1
-            pause_s: float | None = None
-            try:
-                response = self._http.request(
-                    method,
-                    path,
-                    params=given,
-                    headers={**_length(content), **(headers or {})},
-                    content=content.pieces() if isinstance(content, Sending) else content,
-                    follow_redirects=method == "GET",
-                    timeout=_at_most(began + within_s - time.monotonic(), timeout),
-                )
-            except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as why:
-                error: Retryable = RegistryUnavailable(f"service {self.host}: {_said(why)}")
-                may_repeat = True  # it was never sent
-            except httpx.TransportError as why:
-                error = RegistryUnavailable(f"service {self.host}: {_said(why)}")
-                may_repeat = again
-            except (httpx.TooManyRedirects, httpx.DecodingError, httpx.InvalidURL) as why:
-                raise RegistryUnavailable(f"service {self.host}: {_said(why)}") from why
-            else:
-                if response.is_success:
-                    return response
-                if response.status_code not in _TRY_AGAIN:
-                    raise error_of(response)
-                found = error_of(response)
-                if not isinstance(found, Retryable):
-                    raise found
-                error, pause_s = found, _asked_pause(response)
-                may_repeat = again or response.status_code == 429
-            if not may_repeat:
-                raise error
-            pause_s = max(pause_s or 0.0, _pause(attempt))
+            answer = self._try(
+                method,
+                path,
+                again=again,
+                params=given,
+                headers={**_length(content), **(headers or {})},
+                content=content.pieces() if isinstance(content, Sending) else content,
+                timeout=_at_most(began + within_s - time.monotonic(), timeout),
+            )
+            if isinstance(answer, httpx.Response):
+                return answer
+            if not answer.may_repeat:
+                raise answer.error
+            pause_s = max(answer.asked_pause_s, _pause(attempt))
             moved_at = content.moved_at if isinstance(content, Sending) else began
             is_over = time.monotonic() + pause_s > moved_at + deadline_s
             if is_over and not once_more:
                 if attempt == 1 and math.isinf(within_s):
-                    raise error
+                    raise answer.error
                 tried = "once" if attempt == 1 else f"{attempt} times"
-                raise DeadlineExceeded(f"{error}; tried {tried}") from error
+                raise DeadlineExceeded(f"{answer.error}; tried {tried}") from answer.error
             once_more = once_more and not is_over
-            _log.warning("service.tried_again", host=self.host, attempt=attempt, reason=error)
+            reason = answer.error
+            _log.warning("service.tried_again", host=self.host, attempt=attempt, reason=reason)
             time.sleep(pause_s)
+
+    def _try(
+        self, method: str, path: str, *, again: bool, **request: Any
+    ) -> httpx.Response | _NotNow:
+        """One try, and what came of it. Raises what another one would not change."""
+        try:
+            response = self._http.request(method, path, follow_redirects=method == "GET", **request)
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as why:
+            return _NotNow(self._unavailable(why), may_repeat=True)  # it was never sent
+        except httpx.TransportError as why:
+            return _NotNow(self._unavailable(why), may_repeat=again)
+        except (httpx.TooManyRedirects, httpx.DecodingError, httpx.InvalidURL) as why:
+            raise self._unavailable(why) from why
+        if response.is_success:
+            return response
+        error = error_of(response)
+        if response.status_code not in _TRY_AGAIN or not isinstance(error, Retryable):
+            raise error
+        may_repeat = again or response.status_code == 429
+        return _NotNow(error, may_repeat, _asked_pause(response))
 
     def put(self, path: str, file: Sending) -> None:
         """Have the service store a file."""
@@ -235,7 +250,11 @@ class Connection:
                     raise error_of(response)
                 yield response
         except httpx.TransportError as why:
-            raise RegistryUnavailable(f"service {self.host}: {_said(why)}") from why
+            raise self._unavailable(why) from why
+
+    def _unavailable(self, why: Exception) -> RegistryUnavailable:
+        said = f"{type(why).__name__}: {why}" if str(why) else type(why).__name__
+        return RegistryUnavailable(f"service {self.host}: {said}")
 
     def _parsed(self, response: httpx.Response, kind: type[_T]) -> _T:
         if kind is type(None):
@@ -279,11 +298,7 @@ def _pause(attempt: int) -> float:
     return jitter.up_to(min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**attempt))
 
 
-def _asked_pause(response: httpx.Response) -> float | None:
+def _asked_pause(response: httpx.Response) -> float:
     """What Retry-After asks for, in seconds; dates are not waited for."""
     value = response.headers.get("retry-after", "")
-    return min(float(value), 60.0) if value.isdecimal() and len(value) < 6 else None
-
-
-def _said(why: Exception) -> str:
-    return f"{type(why).__name__}: {why}" if str(why) else type(why).__name__
+    return min(float(value), 60.0) if value.isdecimal() and len(value) < 6 else 0.0

@@ -106,25 +106,12 @@ def fit(
     wrong: list[str] = []
     expected = None if expected is None else set(expected)
     for slot in slots:
-        there = [name for name in slot.names if name in by_name]
-        if not there:
+        there = [by_name[name] for name in slot.names if name in by_name]
+        if there:
+            wrong += _misfits(slot, there)
+            fitting[there[0].name] = slot
+        else:
             missing += [name for name in slot.names if expected is None or name in expected]
-            continue
-        entry = by_name[there[0]]
-        wrong += [
-            f"{name} differs from {there[0]}, to which the module ties it"
-            for name in there[1:]
-            if by_name[name].boxes != entry.boxes
-        ]
-        if tuple(slot.tensor.shape) != entry.shape:
-            wrong.append(
-                f"{entry.name} is {list(entry.shape)}, in the module {list(slot.tensor.shape)}"
-            )
-        comes, there_is = torch_dtype(entry.dtype), slot.tensor.dtype
-        are_floats = comes.is_floating_point and there_is.is_floating_point
-        if comes != there_is and not are_floats and not slot.tensor.is_meta:
-            wrong.append(f"{entry.name} is {comes}, in the module {there_is}")
-        fitting[entry.name] = slot
     known = {name for slot in slots for name in slot.names}
     unexpected = [name for name in by_name if name not in known]
     if not strict:
@@ -132,6 +119,20 @@ def fit(
     if wrong or missing or unexpected:
         raise DoesNotFit(_said(wrong, missing, unexpected), missing, unexpected)
     return fitting
+
+
+def _misfits(slot: Slot, there: Sequence[TensorEntry]) -> Iterator[str]:
+    """Why a tensor does not fit its slot; `there`: it, and those of the other names of a tie."""
+    entry, tensor = there[0], slot.tensor
+    for other in there[1:]:
+        if other.boxes != entry.boxes:
+            yield f"{other.name} differs from {entry.name}, to which the module ties it"
+    if tuple(tensor.shape) != entry.shape:
+        yield f"{entry.name} is {list(entry.shape)}, in the module {list(tensor.shape)}"
+    comes = torch_dtype(entry.dtype)
+    are_floats = comes.is_floating_point and tensor.dtype.is_floating_point
+    if comes != tensor.dtype and not are_floats and not tensor.is_meta:
+        yield f"{entry.name} is {comes}, in the module {tensor.dtype}"
 
 
 def _said(wrong: Sequence[str], missing: Sequence[str], unexpected: Sequence[str]) -> str:

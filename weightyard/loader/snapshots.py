@@ -249,22 +249,29 @@ class Snapshots:
         for left in _inside(self.root / ".going"):
             shutil.rmtree(left, ignore_errors=True)
         for left in _inside(self.root / ".building"):
-            place = Place(self.root, left.name.partition(".")[0])
-            if place == own or not os.path.lexists(place.lock):
-                shutil.rmtree(left, ignore_errors=True)
-            elif (alone := Lock.take(place.lock, shared=False, make=False)) is not None:
-                with alone:
-                    shutil.rmtree(left, ignore_errors=True)
+            self._sweep_building(left, own)
         for place in Place.all(self.root):
             if place != own and not os.path.lexists(place.folder):
-                alone = Lock.take(place.lock, shared=False)
-                if alone is not None:
-                    with alone:
-                        if not os.path.lexists(place.folder):  # not made until the lock was had
-                            place.move_away(".going", alone)
+                self._sweep_record(place)
         for file in (self.root / ".state").glob(".*.partial"):
             if time.time() - modified_s(file) > _OLD_S:
                 file.unlink(missing_ok=True)
+
+    def _sweep_building(self, left: Path, own: Place | None) -> None:
+        """Remove a half-made snapshot that nobody is making."""
+        place = Place(self.root, left.name.partition(".")[0])
+        if place == own or not os.path.lexists(place.lock):
+            shutil.rmtree(left, ignore_errors=True)
+        elif (alone := Lock.take(place.lock, shared=False, make=False)) is not None:
+            with alone:
+                shutil.rmtree(left, ignore_errors=True)
+
+    def _sweep_record(self, place: Place) -> None:
+        """Remove what is known of a snapshot that is not there."""
+        if (alone := Lock.take(place.lock, shared=False)) is not None:
+            with alone:
+                if not os.path.lexists(place.folder):  # not made until the lock was had
+                    place.move_away(".going", alone)
 
     def _make(self, place: Place, alone: Lock, make: Make) -> None:
         self.sweep(place)

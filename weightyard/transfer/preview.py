@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 
 from weightyard.format import manifest as manifests
@@ -28,28 +28,10 @@ def preview(
 
     Reads and hashes everything; claims and writes nothing.
     """
-    cuts = [(piece, content.sources) for content in contents for piece in content.split.pieces]
-    with ThreadPoolExecutor(max(2, os.cpu_count() or 2), "weightyard-hash") as workers:
-        ids: list[BlockId] = []
-        for id, (piece, _) in zip(
-            workers.map(lambda cut: block_id(piece_bytes(*cut)), cuts), cuts, strict=True
-        ):
-            ids.append(id)
-            progress(piece.raw_bytes)
+    names = _hashed(contents, progress)
+    ids = [id for blocks in names for id in blocks]
     missing = _missing(catalogue, project, ids)
-    rest = iter(ids)
-    names = [[next(rest) for _ in content.split.pieces] for content in contents]
-    seen: set[BlockId] = set()
-    files = []
-    for content, blocks in zip(contents, names, strict=True):
-        new_bytes = 0
-        for block, piece in zip(blocks, content.split.pieces, strict=True):
-            if block in missing and block not in seen:
-                seen.add(block)
-                new_bytes += piece.raw_bytes
-        path = content.split.files[0].path if content.split.files else ""
-        total = sum(piece.raw_bytes for piece in content.split.pieces)
-        files.append(PushPlanFile(path=path, bytes=total, new_bytes=new_bytes))
+    files = _files(contents, names, missing)
     digest, _ = manifests.encode(manifest_of([content.split for content in contents], names))
     return PushPlan(
         digest=digest.hex,
@@ -59,6 +41,37 @@ def preview(
         blocks_new=len(missing),
         files=tuple(files),
     )
+
+
+def _hashed(contents: Sequence[Content], progress: Callable[[int], None]) -> list[list[BlockId]]:
+    """The names that the pieces of each content have as blocks."""
+    cuts = [(piece, content.sources) for content in contents for piece in content.split.pieces]
+    ids: list[BlockId] = []
+    with ThreadPoolExecutor(max(2, os.cpu_count() or 2), "weightyard-hash") as workers:
+        hashed = workers.map(lambda cut: block_id(piece_bytes(*cut)), cuts)
+        for id, (piece, _) in zip(hashed, cuts, strict=True):
+            ids.append(id)
+            progress(piece.raw_bytes)
+    rest = iter(ids)
+    return [[next(rest) for _ in content.split.pieces] for content in contents]
+
+
+def _files(
+    contents: Sequence[Content], names: Sequence[Sequence[BlockId]], missing: Set[BlockId]
+) -> list[PushPlanFile]:
+    """What would be sent of each file. A block that several have is sent for the first of them."""
+    unsent = set(missing)
+    files = []
+    for content, blocks in zip(contents, names, strict=True):
+        pieces, new_bytes = content.split.pieces, 0
+        for block, piece in zip(blocks, pieces, strict=True):
+            if block in unsent:
+                unsent.remove(block)
+                new_bytes += piece.raw_bytes
+        path = content.split.files[0].path if content.split.files else ""
+        total = sum(piece.raw_bytes for piece in pieces)
+        files.append(PushPlanFile(path=path, bytes=total, new_bytes=new_bytes))
+    return files
 
 
 def _missing(catalogue: Catalogue, project: str, blocks: Sequence[BlockId]) -> set[BlockId]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from typing import Any, Protocol
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from urllib3.exceptions import HTTPError
 
@@ -139,7 +139,7 @@ class WebHdfsReads:
         answer = self._namenode.open(location.path, wanted.offset, len(wanted.into), deadline)
         with closing(answer):
             redirect = answer.headers.get("Location")
-            if redirect is None:
+            if redirect is None:  # a gateway, which sends the bytes itself
                 try:
                     return _fill(partial(_receive, answer.raw), wanted.into, doing, deadline)
                 except (OSError, HTTPError) as why:
@@ -147,35 +147,11 @@ class WebHdfsReads:
                     raise StoreUnavailable(f"{doing}: {why!r}") from None
         url = urlsplit(redirect)
         doing = f"{doing} from {url.netloc}"
-        limit_s = deadline.left_at_most(_SOCKET_S, doing)
-        connection = (
-            http.client.HTTPSConnection(
-                url.hostname or "",
-                url.port,
-                timeout=limit_s,
-                context=ssl.create_default_context(),
-            )
-            if url.scheme == "https"
-            else http.client.HTTPConnection(url.hostname or "", url.port, timeout=limit_s)
-        )
-        with closing(connection):
+        with closing(_connection(url, deadline.left_at_most(_SOCKET_S, doing))) as connection:
             try:
                 connection.connect()
-                opened = connection.sock
-                with ended_by(deadline.cancel, partial(_shut_down, opened), doing):
-                    connection.request("GET", f"{url.path}?{url.query}")
-                    # DataNodes end the connection with the answer: then only it has the socket.
-                    with closing(connection.getresponse()) as response:
-                        if response.status == http.HTTPStatus.NOT_FOUND:
-                            raise FileMissing(f"{location.path} is not there")
-                        if response.status != http.HTTPStatus.OK:
-                            raise NoneServed(f"{doing}: it answered {response.status}")
-
-                        def receive(into: memoryview) -> int:
-                            opened.settimeout(deadline.left_at_most(_SOCKET_S, doing))
-                            return _receive(response, into)
-
-                        _fill(receive, wanted.into, doing, deadline)
+                with ended_by(deadline.cancel, partial(_shut_down, connection.sock), doing):
+                    _get(connection, url, location, wanted.into, doing, deadline)
             except (OSError, http.client.HTTPException) as why:
                 deadline.left(doing)  # it may have been cut off for this
                 raise NoneServed(f"{doing}: {why!r}") from None
@@ -279,6 +255,39 @@ def _fill(
             deadline.left(doing)  # it may have been cut off for this
             raise StaleLocation(f"{doing}: the file ends {len(rest)} bytes early")
         rest = rest[got:]
+
+
+def _connection(url: SplitResult, limit_s: float) -> http.client.HTTPConnection:
+    host = url.hostname or ""
+    if url.scheme == "https":
+        tls = ssl.create_default_context()
+        return http.client.HTTPSConnection(host, url.port, timeout=limit_s, context=tls)
+    return http.client.HTTPConnection(host, url.port, timeout=limit_s)
+
+
+def _get(
+    connection: http.client.HTTPConnection,
+    url: SplitResult,
+    location: Location,
+    into: memoryview,
+    doing: str,
+    deadline: Deadline,
+) -> None:
+    """Fill a buffer with what a DataNode sends."""
+    opened = connection.sock
+    connection.request("GET", f"{url.path}?{url.query}")
+    # DataNodes end the connection with the answer: then only it has the socket.
+    with closing(connection.getresponse()) as response:
+        if response.status == http.HTTPStatus.NOT_FOUND:
+            raise FileMissing(f"{location.path} is not there")
+        if response.status != http.HTTPStatus.OK:
+            raise NoneServed(f"{doing}: it answered {response.status}")
+
+        def receive(part: memoryview) -> int:
+            opened.settimeout(deadline.left_at_most(_SOCKET_S, doing))
+            return _receive(response, part)
+
+        _fill(receive, into, doing, deadline)
 
 
 def _receive(answer: Any, into: memoryview) -> int:
