@@ -132,6 +132,8 @@ class ModelName:
         project, slash, name = text.partition("/")
         if not slash:
             raise InvalidName(f"model name {_shown(text)} needs a project: PROJECT/NAME")
+        if "@" in name:
+            raise InvalidName(f"model name {_shown(text)} is a ref: leave out what follows the @")
         return cls(project, name)
 
     def __str__(self) -> str:

@@ -33,6 +33,12 @@ def test_a_ref_or_a_name_that_is_no_text_is_called_so(yard: Yard, tmp_path: Path
         yard.push(tmp_path, tmp_path)  # type: ignore[arg-type]
 
 
+def test_a_ref_where_a_name_is_meant_is_called_so(yard: Yard) -> None:
+    for call in (yard.versions, yard.delete_model):
+        with pytest.raises(InvalidName, match="is a ref"):
+            call(f"{BERT}@prod")
+
+
 def test_a_tensor_name_with_a_slip_gets_those_that_are_near(yard: Yard) -> None:
     near = r"there are layers\.11\.weight"
     with pytest.raises(NoSuchThing, match=near):

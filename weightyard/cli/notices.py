@@ -13,13 +13,16 @@ _SENTENCES = {
 }
 """What people see most often. The rest they see as it is logged, to look it up by its event."""
 
+_RESULTS = frozenset(("check.found",))
+"""What a command shows anyway, as its result."""
+
 
 class Notices(logging.Handler):
     """Shows the first log line of each kind on stderr: a store tried thirty times is one notice."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
-        self._seen: set[str] = set()
+        self._seen: set[str] = set(_RESULTS)
 
     def emit(self, record: logging.LogRecord) -> None:
         line = record.getMessage()

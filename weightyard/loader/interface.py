@@ -27,6 +27,7 @@ from weightyard.transfer.catalogue import Catalogue
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed import ProcessGroup
 
     from weightyard.loader.lazy import LazyWeights
     from weightyard.loader.load import Weights
@@ -132,13 +133,13 @@ class Loads(ABC):
     def load(
         self,
         ref: str,
-        device: Any = "cpu",
+        device: torch.device | str | int = "cpu",
         *,
         files: str | Sequence[str] | None = None,
         tensors: str | Sequence[str] | None = None,
         slices: Mapping[str, Any] | None = None,
         dtype: torch.dtype | str | None = None,
-        group: Any = None,
+        group: ProcessGroup | None = None,
         cache: bool = True,
         verify: Literal["fast", "full"] = "fast",
         timeout: float | None = None,
@@ -197,7 +198,7 @@ class Loads(ABC):
         *,
         strict: bool = True,
         atomic: bool = False,
-        device: Any = "cpu",
+        device: torch.device | str | int = "cpu",
         files: str | Sequence[str] | None = None,
         tensors: str | Sequence[str] | None = None,
         dtype: torch.dtype | str | None = None,
@@ -246,7 +247,7 @@ class Loads(ABC):
     def stream(
         self,
         ref: str,
-        device: Any = "cpu",
+        device: torch.device | str | int = "cpu",
         *,
         files: str | Sequence[str] | None = None,
         tensors: str | Sequence[str] | None = None,
@@ -290,7 +291,7 @@ class Loads(ABC):
     def safe_open(
         self,
         ref: str,
-        device: Any = "cpu",
+        device: torch.device | str | int = "cpu",
         *,
         files: str | Sequence[str] | None = None,
         cache: bool = True,

@@ -49,7 +49,7 @@ class YardCallback(TrainerCallback):
     """
 
     def __init__(self, yard: Yard, run: str, **options: Any) -> None:
-        """`options`: those of TrainRun."""
+        """`options` (`interval`, `keep_latest_k`, `async_mode` …): those of TrainRun."""
         self._yard, self._name, self._options = yard, run, options
         self.run: TrainRun | None = None
         """The run, from the beginning of a training on; close it after the last one."""

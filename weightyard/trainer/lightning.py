@@ -8,7 +8,7 @@ tag, so that Lightning finds it again; people call it `team/run42@step-1200`.
 from __future__ import annotations
 
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 from weightyard.errors import NoSuchThing, Protected, Unsupported
 from weightyard.logs import Log
@@ -16,7 +16,7 @@ from weightyard.names import ModelName, Ref
 from weightyard.records import Version
 from weightyard.trainer.resuming import checkpoint_to_resume
 from weightyard.trainer.values import load_values, save_values
-from weightyard.trainer.writer import YardWriter
+from weightyard.trainer.writer import Writing, YardWriter
 
 try:
     from lightning.fabric.plugins import CheckpointIO
@@ -46,8 +46,11 @@ class YardCheckpointIO(CheckpointIO):  # type: ignore[misc]
         trainer.fit(module, ckpt_path=io.latest)
     """
 
-    def __init__(self, yard: Yard, run: str, **options: Any) -> None:
-        """`options`: those of YardWriter. Raises InvalidName."""
+    def __init__(self, yard: Yard, run: str, **options: Unpack[Writing]) -> None:
+        """`options` (`delta`, `replication`, `policy`, `threads` …): those of YardWriter.
+
+        Raises InvalidName, BadSetting.
+        """
         self._yard, self._run = yard, ModelName.parse(run)
         self._writer = YardWriter(yard, run, **options)
 
