@@ -244,10 +244,18 @@ def test_names_and_optimizers_that_do_not_fit_are_refused(yard: Yard) -> None:
     for name in ("a.b", "step", "rng", "", "1x"):
         with pytest.raises(Refused, match="state"):
             TrainRun(yard, RUN, {name: Counter()})
+    module: Any = nn.Linear(2, 2)
+    with pytest.raises(Refused, match=r"state is a Linear: .*\"model\""):
+        TrainRun(yard, RUN, module)
     stranger = torch.optim.SGD(nn.Linear(2, 2).parameters())
     with pytest.raises(Refused, match="no module of the state"):
         TrainRun(yard, RUN, {"model": nn.Linear(2, 2), "optim": stranger})
-    for given in ({"async_mode": "maybe"}, {"export_dtype": "int8"}, {"keep_latest_k": 0}):
+    for given in (
+        {"async_mode": "maybe"},
+        {"export_dtype": "int8"},
+        {"keep_latest_k": 0},
+        {"delta": "yes"},
+    ):
         with pytest.raises(BadSetting):
             TrainRun(yard, RUN, {"model": nn.Linear(2, 2)}, **given)
     with pytest.raises(BadSetting, match="metrics: a TrainRun has no such option"):

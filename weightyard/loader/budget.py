@@ -45,7 +45,7 @@ class Budget:
             ("max_device_extra_bytes", self.max_device_extra_bytes, LEAST_DEVICE_BYTES),
         ):
             if not isinstance(bound, int | None):
-                raise BadSetting(f"{name}={bound!r}: a number of bytes")
+                raise BadSetting(f"{name}={bound!r}: a whole number of bytes")
             if bound is not None and bound < least:
                 raise BadSetting(f"{name} is {bound}: loading needs {least}")
 

@@ -406,6 +406,10 @@ def parts_of(state: Mapping[str, Any], rank: int, ranks: int) -> list[Part]:
 
     Raises Refused for a name or an object that does not fit.
     """
+    if not isinstance(state, Mapping):
+        raise Refused(
+            f'state is a {type(state).__name__}: name what makes up the training, {{"model": …}}'
+        )
     modules = {name: one for name, one in state.items() if isinstance(one, torch.nn.Module)}
     parts: list[Part] = [ModelPart(name, module) for name, module in modules.items()]
     own: list[Part] = []
