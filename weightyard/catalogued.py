@@ -157,7 +157,7 @@ class Catalogued(ABC):
     def rollback_alias(self, name: str, alias: str, *, reason: str = "") -> AliasMove:
         """Put an alias back on the version it was on before; done again, one further back.
 
-        Raises NoSuchThing if it was on none before.
+        `reason` is kept in its log. Raises NoSuchThing if it was on none before.
         """
         moved = self.catalogue.rollback_alias(
             ModelName.parse(name), AliasName(alias), reason=checked_reason(reason)

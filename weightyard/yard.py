@@ -241,7 +241,8 @@ class Yard(Catalogued, Loads, Closing):
     ) -> Gathered:
         """What a push of this source would consist of; `push` takes it as its source.
 
-        For those who want to know how much it is first. Raises NoSuchThing, NotAllowed.
+        For those who want to know how much it is first. `include`, `exclude`, `follow_links`: as in
+        `push`. A context manager. Raises NoSuchThing, NotAllowed, Refused.
         """
         if isinstance(source, Mapping):
             from weightyard.loader.state import state_content
@@ -430,6 +431,8 @@ class Yard(Catalogued, Loads, Closing):
     ) -> Version:
         """Ask for copies or an HDFS storage policy for a version; what is None stays as it is.
 
+            yard.keep("team/bert@v1", replication=2, policy="COLD")
+
         Raises NoSuchThing, Unsupported.
         """
         if self.catalogue.is_service:
@@ -448,6 +451,11 @@ class Yard(Catalogued, Loads, Closing):
             self._settling.soon()
 
     def close(self) -> None:
+        """End what goes on behind it, and give up connections, leases and snapshots.
+
+        Waits for records of what was done to be in the store, and for a snapshot that a load leaves
+        if that is nearly made. Tensors that were loaded stay.
+        """
         self._settling.close()
         self.byproducts.close()
         for snapshot in self._in_use.values():

@@ -242,8 +242,9 @@ class TrainRun(Closing):
         Nothing is copied: the version is made of the checkpoint's blocks, but for tensors that
         `export_dtype` casts. `consolidate` writes each tensor as a push of the state dict would,
         so that its blocks are those of pushed files. `model`: the name in the state. `rename`:
-        from a tensor's name in the module to the published one; None leaves it out. Tags say
-        run and step; the checkpoint itself may be removed later.
+        from a tensor's name in the module to the published one; None leaves it out. `message`,
+        `metrics` (those of the checkpoint if None), `tags`: as in `yard.push`. Tags also say run
+        and step; the checkpoint itself may be removed later.
 
         All ranks call it. The first one publishes and has the version, the others have None.
         Raises as `yard.push` does.

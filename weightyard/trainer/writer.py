@@ -159,7 +159,8 @@ class YardWriter(StorageWriter, Closing):
         threads: int | None = None,
     ) -> None:
         """`generation`: the run's that this job took over; else the first save takes it over, if
-        nobody else did since this was made.
+        nobody else did since this was made. `metrics`: of the checkpoints to come. `replication`,
+        `policy`: of their packs, as in push.
 
         What changed is stored as a delta of the last anchor, which this rank keeps at hand up to
         `anchors_bytes`, in memory or in `anchors_folder`; every `anchor_every` saves there is a
