@@ -160,7 +160,7 @@ def test_who_may_read_hdfs_but_not_write_pulls_straight_and_pushes_through_the_s
         return done.stderr
 
     with served(world.app) as url:
-        assert "bytes.through_service" in run("push", folder, BERT)
+        assert "bytes go through the service" in run("push", folder, BERT)
         sent = through_service(world)
         assert sent > 2 * MIB
         assert run("pull", BERT, tmp_path / "out") == ""
