@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Processes that run tests side by side. Those that share a cluster go to the same one, which mostly
-# waits for daemons: two cores have time for a third.
-WORKERS ?= 3
+# waits for daemons: two cores have time for a third, and 24 GiB of memory have no room for it.
+WORKERS ?= $(shell awk '/^MemTotal/ {print ($$2 > 28000000 ? 3 : 2)}' /proc/meminfo 2>/dev/null || echo 2)
 PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 UV := $(BIN)/uv pip install --quiet --python $(BIN)/python --constraint constraints.txt
 # Before the tests, which have a time limit each, and so that none of them waits for the network.
