@@ -125,6 +125,13 @@ class Database:
                 time.sleep(jitter.up_to(0.02 * 2**attempt))
         raise AssertionError("unreachable")
 
+    def write_twice(self, work: Callable[[Connection], _T]) -> _T:
+        """As `write`, once more if its answer was lost: for work that may be repeated."""
+        try:
+            return self.write(work)
+        except RegistryUnavailable:
+            return self.write(work)
+
     def write_soon(self, work: Callable[[Connection], _T], within_s: float) -> _T:
         """As `write`, for what nobody should wait for long, and only once.
 

@@ -13,7 +13,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from sqlalchemy import Connection
 
 from weightyard.closing import Closing
-from weightyard.errors import RegistryUnavailable, YardError
+from weightyard.errors import YardError
 from weightyard.format.manifest import Manifest
 from weightyard.format.pack import Placement
 from weightyard.names import (
@@ -240,7 +240,7 @@ class Registry(Closing):
         key, who = key or secrets.token_hex(16), self._or_me(who)
         self._require_newest()
         taking = partial(runs.begin_generation, name=name, expect=expect, key=key, who=who)
-        return _twice(self.database, taking)
+        return self.database.write_twice(taking)
 
     def alias(self, name: ModelName, alias: AliasName) -> int | None:
         """The number of the version an alias is on, or None."""
@@ -592,12 +592,4 @@ class RegistryUpload:
     ) -> _T:
         """Run a step that may be repeated, once more if its answer was lost."""
 
-        return _twice(self._database, lambda tx: step(tx, self._id, *arguments, **options))
-
-
-def _twice(database: Database, work: Callable[[Connection], _T]) -> _T:
-    """Run work that may be repeated, once more if its answer was lost."""
-    try:
-        return database.write(work)
-    except RegistryUnavailable:
-        return database.write(work)
+        return self._database.write_twice(lambda tx: step(tx, self._id, *arguments, **options))
