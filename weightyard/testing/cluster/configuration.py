@@ -265,6 +265,9 @@ def _namenode_properties(plan: ClusterPlan, daemon: NameNodePlan, folder: Path) 
         # A DataNode is stale after 3 s and dead after 2 · 2 s + 10 heartbeats.
         "dfs.namenode.stale.datanode.interval": "3000",
         "dfs.namenode.heartbeat.recheck-interval": "2000",
+        # A DataNode busier than twice the average gets no new replicas. Of three on one host that
+        # leaves one out by chance, and a file with fewer replicas than it asked for.
+        "dfs.namenode.redundancy.considerLoad": "false",
         # The page cache outlives a killed daemon; only a machine that loses power needs fsync.
         "dfs.namenode.edits.noeditlogchannelflush": "true",
     }

@@ -213,17 +213,21 @@ class MiniCluster(Closing):
         wait_until(is_live, f"{datanode.name} live", self._timeout_s)
 
     def fail_over(self) -> None:
-        """Make the other NameNode of an HA pair active, also if the active one was killed."""
+        """Make the other NameNode of an HA pair active, also if the active one is gone.
+
+        Gone is one that was killed, and one that was paused: restart it, do not resume it, as it
+        would take itself for the active one until its next edit.
+        """
         if not self.plan.is_ha:
             raise ClusterFailed(
                 "a cluster with one NameNode cannot fail over: MiniCluster(ha=True)"
             )
         first, second = self.namenodes
-        gone = next((one for one in (first, second) if not one.is_running), None)
+        gone = self._gone()
         active = gone or self.active
         standby = second if active is first else first
         startup.fail_over(active, standby, self._java)
-        self._wait_until_serving()
+        self._wait_until_serving(but=gone)
 
     def replicas(self, path: str) -> list[list[Daemon]]:
         """Which DataNodes hold each block of a file, by the NameNode, nearest first."""
@@ -245,8 +249,20 @@ class MiniCluster(Closing):
             timeout_s,
         )
 
-    def _wait_until_serving(self) -> None:
-        running = [one for one in self._daemons if one.is_running]
+    def _gone(self) -> Daemon | None:
+        """The NameNode of an HA pair that was killed, or beside a standby does not answer."""
+        states = {
+            one: namenode_state(one.plan.http) if one.is_running else None for one in self.namenodes
+        }
+        silent = [one for one, state in states.items() if state is None]
+        serves = any(state and state.is_active for state in states.values())
+        killed = [one for one in silent if not one.is_running]
+        if killed:
+            return killed[0]
+        return silent[0] if len(silent) == 1 and not serves else None
+
+    def _wait_until_serving(self, *, but: Daemon | None = None) -> None:
+        running = [one for one in self._daemons if one.is_running and one is not but]
         startup.wait_until_serving(running, timeout_s=self._timeout_s)
 
     def _located(self, path: str) -> dict[str, Any]:

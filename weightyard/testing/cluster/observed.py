@@ -32,8 +32,10 @@ class NameNodeState:
 def namenode_state(http: str) -> NameNodeState | None:
     """What a NameNode says of itself; None while it does not answer."""
     namesystem = _bean(http, "Hadoop:service=NameNode,name=FSNamesystemState")
+    if namesystem is None:
+        return None
     status = _bean(http, "Hadoop:service=NameNode,name=NameNodeStatus")
-    if namesystem is None or status is None:
+    if status is None:
         return None
     return NameNodeState(
         live_datanodes=namesystem["NumLiveDataNodes"],
