@@ -43,6 +43,8 @@ _SKEW_WARN_S, _SKEW_FAIL_S = 5.0, 240.0
 """Kerberos refuses at five minutes."""
 _LIMIT_S = 10.0
 _LITTLE_ROOM_BYTES = 1 << 30
+_MANY_ENTRIES = 500_000
+"""A folder of HDFS holds 1,048,576 by default, and the journal is one: never emptied."""
 
 
 _DEDUP = {
@@ -301,6 +303,15 @@ def _binding(store: Store, settings: Settings) -> Iterator[Finding]:
         yield _ok("dedup", _DEDUP[bound.dedup])
         freshness.require_newest(database, store)
         yield _ok("freshness", "the database knows of all that is in the store's journal")
+        entries = database.read(outbox.last_sequence)
+        if store.replicates and entries > _MANY_ENTRIES:
+            yield _warn(
+                "journal",
+                f"journal/ has {entries:,} entries; a folder that HDFS takes for full would stop "
+                "records from being written, and gc",
+                "raise dfs.namenode.fs-limits.max-directory-items (1,048,576 unless it is set) in "
+                "the NameNode's hdfs-site.xml",
+            )
         if (late := database.read(outbox.late)) is not None:
             yield _warn("records", str(late), "`weightyard check --heal` writes them")
         for path, obstacle in outbox.set_aside(database, store):

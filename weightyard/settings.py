@@ -71,8 +71,9 @@ class Settings(BaseSettings):
     cache_max: int | None = Field(default=None, ge=0)
     """How much disk snapshots may take: bytes, or `200G`. None: half of what would be free."""
 
-    cache_loads: bool = True
-    """Whether loading a whole version from a store elsewhere leaves a snapshot of it."""
+    cache_loads: bool | Literal["first"] = True
+    """Whether loading a whole version from a store elsewhere leaves a snapshot of it: afterwards,
+    if that costs little; `first`: in any case, before the tensors, which are mapped from it."""
 
     offline: bool = False
     """Use only what is on this node: connect to no service, no database and no store."""

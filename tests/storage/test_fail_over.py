@@ -112,3 +112,23 @@ def test_a_publish_survives_the_kill_of_the_active_namenode(
         _require_published(store, _publish(store))
     finally:
         ha_cluster.restart(killed)
+
+
+@pytest.mark.long  # hdfs-native waits for the silent one, too, call by call
+def test_a_publish_survives_an_active_namenode_that_falls_silent(
+    ha_cluster: MiniCluster, hdfs: HdfsStore
+) -> None:
+    silent = ha_cluster.active
+
+    def pause_and_fail_over() -> None:
+        silent.pause()
+        ha_cluster.fail_over()
+
+    store = RetryingStore(FaultyStore(hdfs, on_call=_before("write", pause_and_fail_over)), PATIENT)
+    try:
+        pack = _publish(store)
+        assert ha_cluster.active is not silent
+        assert get(store, layout.pack(pack)) == CONTENT
+    finally:
+        # Not resumed: it would still take itself for the active one, until its next edit.
+        ha_cluster.restart(silent)

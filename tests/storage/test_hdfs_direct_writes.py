@@ -140,6 +140,24 @@ def test_a_datanode_that_dies_in_the_middle_is_named_and_the_file_written_withou
 
 
 @pytest.mark.cluster
+def test_a_datanode_that_dies_in_the_middle_of_a_write_by_hdfs_native_costs_no_byte(
+    cluster: MiniCluster,
+) -> None:
+    settings = Settings(hadoop_conf_dir=cluster.conf_dir)
+    content = os.urandom(24 * MIB)
+    with RetryingStore(HdfsStore(cluster.fresh_dir(), settings, writes_directly=False)) as store:
+        store.init()
+        with store.stage(staging(), FileOptions(replication=2)) as stage:
+            stage.write(content[: 8 * MIB])
+            path = stage._stage._writing._path  # type: ignore[attr-defined]
+            ((victim, *_),) = cluster.replicas(path)
+            with ended(cluster, victim, "kill"):
+                stage.write(content[8 * MIB :])
+                staged = stage.close()
+                assert get(store, staged.path) == content
+
+
+@pytest.mark.cluster
 @pytest.mark.parametrize("end", ["kill", "pause"])
 def test_a_datanode_that_is_dead_already_is_left_out_from_the_first_byte(
     cluster: MiniCluster, store: HdfsStore, monkeypatch: pytest.MonkeyPatch, end: str

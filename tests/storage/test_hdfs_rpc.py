@@ -14,7 +14,7 @@ import pytest
 
 from weightyard.errors import AlreadyThere, StoreUnavailable, YardError
 from weightyard.storage.hdfs import rpc, wire
-from weightyard.storage.hdfs.new_files import NewFile, NewFiles
+from weightyard.storage.hdfs.new_files import Defaults, NewFile, NewFiles
 from weightyard.storage.hdfs.protobuf import Malformed, bytes_field, delimited, varint_field
 from weightyard.storage.hdfs.rpc import NameNodeCalls, NotServed
 from weightyard.storage.hdfs.wire import BlockAccess
@@ -45,6 +45,19 @@ def located(datanodes: int = 2) -> bytes:
     for number in range(datanodes):
         block += varint_field(7, 1) + bytes_field(8, f"DS-{number}".encode())
     return bytes_field(1, block)
+
+
+def made_file() -> bytes:
+    """What a NameNode answers to create."""
+    status = varint_field(1, 2) + bytes_field(2, b"") + varint_field(3, 0)
+    status += bytes_field(4, varint_field(1, 0o644)) + bytes_field(5, b"me") + bytes_field(6, b"us")
+    return bytes_field(1, status + varint_field(10, 2) + varint_field(13, 16_411))
+
+
+def server_defaults() -> bytes:
+    """What a NameNode answers to getServerDefaults."""
+    said = varint_field(1, 128 << 20) + varint_field(2, 512) + varint_field(3, 64 << 10)
+    return bytes_field(1, said + varint_field(4, 3) + varint_field(5, 4096) + varint_field(6, 0))
 
 
 @contextlib.contextmanager
@@ -120,6 +133,26 @@ def test_who_wants_a_proof_is_told_apart_from_who_fails() -> None:
         made.call("asking", "m", b"")
 
 
+def test_a_namenode_that_is_too_busy_is_to_be_asked_again() -> None:
+    busy = answer(
+        b"",
+        status=2,
+        java="org.apache.hadoop.ipc.RetriableException",
+        why="Server too busy - disconnecting",
+    )
+    with namenode(busy) as one, calls(one) as made, pytest.raises(StoreUnavailable, match="busy"):
+        made.call("asking", "m", b"")
+
+
+@pytest.mark.parametrize(
+    "java", ["AuthorizationException", "RPC$VersionMismatch", "RpcNoSuchProtocolException"]
+)
+def test_who_does_not_serve_this_caller_or_protocol_says_so(java: str) -> None:
+    refusal = answer(b"", status=2, java=f"org.apache.hadoop.ipc.{java}", why="no")
+    with namenode(refusal) as one, calls(one) as made, pytest.raises(NotServed, match=r"no$"):
+        made.call("asking", "m", b"")
+
+
 @pytest.mark.parametrize(
     "said",
     [
@@ -147,6 +180,24 @@ def test_a_namenode_that_says_nothing_holds_nobody_for_longer_than_told() -> Non
         assert time.monotonic() - began < LIMIT_S / 2
 
 
+def test_a_silent_namenode_leaves_time_for_the_next_which_is_asked_first_from_then_on() -> None:
+    with (
+        namenode() as silent,
+        namenode(answer(b"yes")) as active,
+        calls(silent, active, answer_s=1.0) as made,
+    ):
+        assert made.call("asking", "m", b"") == b"yes"
+        assert made._namenodes[made._asked] == active
+
+
+def test_while_all_namenodes_are_silent_each_is_asked_in_its_turn() -> None:
+    with namenode() as one, namenode() as other, calls(one, other, answer_s=0.4) as made:
+        for _ in range(2):
+            with pytest.raises(StoreUnavailable, match=f"NameNode {other}: no answer"):
+                made.call("asking", "m", b"")
+            assert made._namenodes[made._asked] == one
+
+
 def test_datanodes_are_called_by_address_or_by_name() -> None:
     for by_hostname, names in ((True, ["dn0:9866", "dn1:9866"]), (False, ["10.0.0.1:9866"] * 2)):
         with namenode(answer(located())) as one, calls(one) as made:
@@ -154,6 +205,15 @@ def test_datanodes_are_called_by_address_or_by_name() -> None:
             block = files.add_block(FILE, None, (), 0)
             assert [target.datanode for target in block.targets] == names
             assert block.access == BlockAccess("BP-1", 11, 12, 0)
+
+
+def test_what_a_namenode_says_of_files_and_defaults_is_understood() -> None:
+    with namenode(answer(made_file())) as one, calls(one) as made:
+        files = NewFiles(made, "me", by_hostname=True)
+        assert files.create("/f", 0o644, 2, 1 << 20) == NewFile("/f", 16_411, is_plain=True)
+    with namenode(answer(server_defaults())) as one, calls(one) as made:
+        defaults = NewFiles(made, "me", by_hostname=True).defaults()
+        assert defaults == Defaults(128 << 20, 3, encrypts_transfers=False)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +225,11 @@ def test_datanodes_are_called_by_address_or_by_name() -> None:
             varint_field(1, 4) + varint_field(2, 0) + varint_field(2, 0),
             lambda files, raw: wire.parse_ack(raw),
         ),
+        (made_file(), lambda files, raw: files.create("/f", 0o644, 2, 1 << 20)),
+        (server_defaults(), lambda files, raw: files.defaults()),
+        (varint_field(1, True), lambda files, raw: files.complete(FILE, None, 0)),
     ],
-    ids=["block", "answer", "acknowledgement"],
+    ids=["block", "answer", "acknowledgement", "file", "defaults", "completed"],
 )
 def test_ten_thousand_damaged_answers_give_nothing_but_typed_errors(
     sample: bytes, parse: Callable[[NewFiles, bytes], object], monkeypatch: pytest.MonkeyPatch

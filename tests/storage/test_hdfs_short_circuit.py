@@ -7,19 +7,32 @@ import shutil
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from patience import be_patient
+from waiting import SOON_S
 
 from weightyard.errors import ClusterFailed, Damaged, DeadlineExceeded, Retryable
 from weightyard.opening import open_yard
 from weightyard.settings import Settings
-from weightyard.storage.hdfs.protobuf import varint
-from weightyard.storage.hdfs.short_circuit import _MOST_FILES
+from weightyard.storage.deadline import NEVER
+from weightyard.storage.hdfs.pieces import Piece
+from weightyard.storage.hdfs.protobuf import delimited, varint, varint_field
+from weightyard.storage.hdfs.short_circuit import _MOST_FILES, ShortCircuit
 from weightyard.storage.hdfs.store import HdfsStore
+from weightyard.storage.hdfs.wire import BlockAccess, Status
 from weightyard.storage.retry import RetryingStore
-from weightyard.storage.store import Location, Read, ReadPath, Store, StorePath
+from weightyard.storage.store import (
+    Location,
+    Read,
+    ReadPath,
+    Replica,
+    Span,
+    Store,
+    StorePath,
+)
 from weightyard.testing.cluster import MiniCluster, damage
 from weightyard.testing.cluster.native import library_folder
 from weightyard.testing.store_contract import StoreContract, put
@@ -171,6 +184,56 @@ def test_what_a_datanode_does_not_hand_out_comes_over_the_network(
             threading.Thread(target=_answer, args=(listening, answer), daemon=True).start()
         store.init()
         assert read(store, store.locate(put(store, CONTENT))) == (CONTENT, ReadPath.DIRECT)
+
+
+@pytest.mark.parametrize(
+    ("refusal", "is_asked_again"),
+    [
+        (Status.ERROR, True),
+        (Status.ERROR_ACCESS_TOKEN, True),
+        (Status.ERROR_INVALID, True),
+        (Status.ERROR_UNSUPPORTED, False),
+    ],
+)
+def test_a_datanode_that_refuses_one_block_is_asked_for_others(
+    tmp_path: Path, refusal: Status, is_asked_again: bool
+) -> None:
+    replica, out = Replica("127.0.0.1:9866", "127.0.0.1"), bytearray(len(CONTENT))
+    refused, served = (
+        Piece(
+            Span(0, len(CONTENT), (replica,), access=BlockAccess("BP-1", block, 1, len(CONTENT))),
+            (Read(0, memoryview(out)),),
+        )
+        for block in (1, 2)
+    )
+    with socket.socket(socket.AF_UNIX) as listening, (tmp_path / "b").open("wb+") as file:
+        file.write(CONTENT)
+        file.flush()
+        listening.bind(str(tmp_path / "s"))
+        listening.listen()
+        datanode = threading.Thread(
+            target=_refuse_then_serve, args=(listening, refusal, file.fileno()), daemon=True
+        )
+        datanode.start()
+        with closing(ShortCircuit(str(tmp_path / "s"))) as short_circuit:
+            assert short_circuit.read([refused], replica, NEVER) is None
+            found = short_circuit.read([served], replica, NEVER)
+        listening.shutdown(socket.SHUT_RDWR)  # it may still wait for one who does not ask again
+        datanode.join(SOON_S)
+    assert (found is not None and bytes(out) == CONTENT) == is_asked_again
+
+
+def _refuse_then_serve(listening: socket.socket, refusal: Status, file: int) -> None:
+    _answer(listening, delimited(varint_field(1, refusal)))
+    try:
+        asking, _ = listening.accept()
+    except OSError:
+        return  # nobody asks any more
+    with asking:
+        asking.recv(4096)
+        asking.sendall(delimited(varint_field(1, Status.SUCCESS)))
+        socket.send_fds(asking, [b"\0"], [file, file])
+        asking.recv(1)
 
 
 def _answer(listening: socket.socket, answer: bytes) -> None:

@@ -87,6 +87,17 @@ class TestRetryingHdfsStore(StoreContract):
             yield store
 
 
+class TestHdfsStoreThatWritesByHdfsNative(StoreContract):
+    """As clusters with Kerberos or protected transfers are written to."""
+
+    @pytest.fixture
+    def store(self, cluster: MiniCluster) -> Iterator[Store]:
+        settings = Settings(hadoop_conf_dir=cluster.conf_dir)
+        inner = HdfsStore(cluster.fresh_dir(), settings, writes_directly=False)
+        with RetryingStore(inner) as store:
+            yield store
+
+
 class TestHdfsStoreWithBlockTokens(StoreContract):
     @pytest.fixture
     def store(self, token_cluster: MiniCluster) -> Iterator[Store]:

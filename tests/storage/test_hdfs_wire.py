@@ -110,3 +110,27 @@ def test_ten_thousand_damaged_messages_give_nothing_but_malformed(
         except Malformed:
             refused += 1
     assert refused > 1000
+
+
+@pytest.mark.parametrize(
+    "identifier",
+    [
+        field(1, 1_700_000_000_000) + field(2, 7) + field(3, b"me") + field(4, b"BP-1"),
+        bytes((256 - 112 - 6,)) + (1_700_000_000_000).to_bytes(6, "big") + b"\x07\x02me",
+    ],
+    ids=["protobuf", "old"],
+)
+def test_ten_thousand_damaged_tokens_end_at_some_time_or_do_not_say(identifier: bytes) -> None:
+    assert BlockToken(identifier).expires_s == 1_700_000_000
+    chance = random.Random(1)
+    said = 0
+    for _ in range(10_000):
+        raw = bytearray(identifier)
+        for _ in range(chance.randint(1, 4)):
+            raw[chance.randrange(len(raw))] = chance.randrange(256)
+        if chance.random() < 0.3:
+            raw = raw[: chance.randrange(len(raw))]
+        expires_s = BlockToken(bytes(raw)).expires_s
+        assert expires_s is None or 0 <= expires_s < 2**64
+        said += expires_s is not None
+    assert 1000 < said < 10_000

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import os
 import re
 import resource
@@ -13,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from weightyard.errors import NotAllowed, StoreFull
+from weightyard.errors import NotAllowed, StoreFull, Unsupported
 from weightyard.names import PackId, UploadId
-from weightyard.storage import layout
+from weightyard.storage import final_name, layout
 from weightyard.storage.local import LocalStore
 from weightyard.storage.store import Ownership, Store
 from weightyard.testing.store_contract import StoreContract, files_of, get, put, stage
@@ -46,6 +47,34 @@ def test_modes_are_those_of_init_whatever_the_umask_says(tmp_path: Path) -> None
     file = tmp_path / "yard" / path.text
     assert file.stat().st_mode & 0o777 == 0o664
     assert file.parent.stat().st_mode & 0o777 == 0o775
+
+
+@pytest.fixture
+def no_links(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on exFAT, on many file systems in user space, and on some network shares."""
+
+    def refuse(*names: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+
+
+@pytest.mark.usefixtures("no_links")
+class TestLocalStoreWithoutHardLinks(StoreContract):
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> Iterator[Store]:
+        with LocalStore(tmp_path / "yard") as store:
+            yield store
+
+
+@pytest.mark.usefixtures("no_links")
+def test_a_file_system_that_can_only_overwrite_is_named_with_what_to_do(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(final_name, "_rename_if_free", lambda source, target: errno.EINVAL)
+    with pytest.raises(Unsupported, match=r"(?s)\(\w+\).*hard links.*another file system"):
+        put(store, b"x")
+    assert list(store.list(layout.PACKS)) == []
 
 
 def test_a_full_disk_is_said_so_and_leaves_nothing(store: LocalStore) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from weightyard.errors import StoreUnavailable
-from weightyard.storage.hdfs.watched import Watched
+from weightyard.storage.watched import Watched
 
 LIMIT_S = 60.0
 LINGER_S = 0.01
@@ -33,7 +33,7 @@ class Lingering(Future[Any]):
 
 @pytest.fixture(autouse=True)
 def answers_linger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("weightyard.storage.hdfs.watched.Future", Lingering)
+    monkeypatch.setattr("weightyard.storage.watched.Future", Lingering)
 
 
 @pytest.fixture

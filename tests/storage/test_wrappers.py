@@ -213,7 +213,7 @@ class _Slow(_OneAnswer):
     ) -> Served:
         assert timeout_s is not None
         self.given_s.append(timeout_s)
-        time.sleep(timeout_s / 2)
+        time.sleep(min(0.5, timeout_s / 2))
         raise DeadlineExceeded("no time left")
 
 
@@ -309,6 +309,28 @@ def test_waiting_for_a_share_of_the_rate_is_not_a_stores_slowness(tmp_path: Path
     with LimitedStore(inner, rate=rate) as store:
         store.read(location, [Read(0, memoryview(out))], timeout_s=LIMIT_S)
     assert (out, slept_s) == (b"abc", [1000.0])
+
+
+def test_waiting_for_a_place_and_reading_share_the_time_the_caller_gave(tmp_path: Path) -> None:
+    inner = LocalStore(tmp_path)
+    inner.init()
+    location = inner.locate(put(inner, b"abc"))
+    slow, limit = _Slow(inner), AdaptiveLimit(first=1, lowest=1, highest=1)
+    is_held = threading.Event()
+
+    def hold() -> None:
+        with limit.transfer(1):
+            is_held.set()
+            time.sleep(0.5)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    assert is_held.wait(LIMIT_S)
+    with LimitedStore(slow, reads=limit) as store, pytest.raises(DeadlineExceeded):
+        store.read(location, [Read(0, memoryview(bytearray(3)))], timeout_s=LIMIT_S)
+    other.join()
+    (given_s,) = slow.given_s
+    assert given_s < LIMIT_S - 0.3
 
 
 def test_who_waits_for_the_rate_takes_no_place_from_others(tmp_path: Path) -> None:

@@ -24,6 +24,8 @@ DAMAGED = StorePath("damaged")
 TOP = frozenset((*FOLDERS, YARD, OWNERS, DAMAGED))
 """All that a yard has right below its root."""
 
+_PROBE = "probe"
+
 
 def pack(pack: PackId) -> StorePath:
     return StorePath(f"{PACKS}/{pack.hex[:2]}/{pack.hex}")
@@ -46,6 +48,16 @@ def staging_folder(upload: UploadId) -> StorePath:
 def staging(upload: UploadId, name: str, attempt: int = 0) -> StorePath:
     """A staging name. Never used twice: a dead writer may hold its name for 20 minutes."""
     return StorePath(f"{staging_folder(upload)}/{name}.{attempt}")
+
+
+def probe(upload: UploadId, attempt: int = 0) -> StorePath:
+    """The staging name of a small file that shows whether files can be written."""
+    return staging(upload, _PROBE, attempt)
+
+
+def is_probe(path: StorePath) -> bool:
+    folder, _, name = path.text.rpartition("/")
+    return folder.startswith(f"{STAGING}/") and name.startswith(f"{_PROBE}.")
 
 
 def next_attempt(staged: StorePath) -> StorePath:

@@ -215,7 +215,8 @@ class LimitedStore(Store):
 
     How long a read waits for its share of the rate is no part of its `timeout_s`, which is for a
     store that is slow: many reads that begin together would fail for no other reason than that the
-    last of them has to wait for the others. `cancel` ends the wait.
+    last of them has to wait for the others. `cancel` ends the wait. How long it waits for a place,
+    and then reads, is bounded by `timeout_s` together.
     """
 
     def __init__(
@@ -265,9 +266,14 @@ class LimitedStore(Store):
         cancel: Cancel | None = None,
     ) -> Served:
         amount = sum(len(wanted.into) for wanted in reads)
-        with _moving(amount, self._reads, self._rate, timeout_s, cancel):
+        with _moving(amount, self._reads, self._rate, timeout_s, cancel) as deadline:
+            left_s = deadline.left(f"reading {location.path}")
             return self.store.read(
-                location, reads, replica=replica, timeout_s=timeout_s, cancel=cancel
+                location,
+                reads,
+                replica=replica,
+                timeout_s=None if timeout_s is None else left_s,
+                cancel=cancel,
             )
 
     def delete(self, path: StorePath) -> bool:
@@ -304,12 +310,13 @@ def _moving(
     rate: Rate | None,
     timeout_s: float | None = None,
     cancel: Cancel | None = None,
-) -> Iterator[None]:
-    """Inside, so many bytes are moved within the limits.
+) -> Iterator[Deadline]:
+    """Inside, so many bytes are moved within the limits, by the deadline it gives.
 
     The rate goes first: whoever waits for it takes no place from those who need not.
     """
     if rate is not None:
         rate.spend(amount, Deadline.after(None, cancel))
+    deadline = Deadline.after(timeout_s, cancel)
     with limit.transfer(amount, timeout_s, cancel):
-        yield
+        yield deadline

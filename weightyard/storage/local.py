@@ -28,6 +28,7 @@ from weightyard.logs import Log
 from weightyard.storage import layout
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.deadline import Deadline
+from weightyard.storage.final_name import move_to_final_name, sync
 from weightyard.storage.store import (
     Again,
     FileOptions,
@@ -89,7 +90,7 @@ class LocalStore(Store):
                     shutil.chown(folder, user=ownership.owner)
                 if ownership.group is not None:
                     shutil.chown(folder, group=ownership.group)
-            _sync_folder(self.folder)
+            sync(self.folder)
 
     def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
         _require_one_copy(options)
@@ -105,10 +106,7 @@ class LocalStore(Store):
         with _translated(target):
             self.stat(staged.path)  # so that it is named if it is what is missing
             self._make_folder(target.parent)
-            # rename() would overwrite; link() fails if the name is taken, atomically.
-            os.link(source, target)
-            _sync_folder(target.parent)
-            source.unlink()
+            move_to_final_name(source, target)
 
     def stat(self, path: StorePath) -> FileStat:
         # Not Path.is_file(): since Python 3.14 it says of a file in a folder that may not be
@@ -170,7 +168,7 @@ class LocalStore(Store):
                 if why.errno == errno.ENOTEMPTY:
                     return False
                 raise
-            _sync_folder(target.parent)
+            sync(target.parent)
         return True
 
     def adjust(self, path: StorePath, options: FileOptions) -> None:
@@ -218,7 +216,7 @@ class LocalStore(Store):
         with contextlib.suppress(FileExistsError):  # another writer was quicker
             folder.mkdir()
             folder.chmod(self._folder_mode())
-            _sync_folder(folder.parent)
+            sync(folder.parent)
 
 
 class _LocalStage(Stage):
@@ -245,7 +243,7 @@ class _LocalStage(Stage):
                 raise StoreUnavailable(f"{self._path}: wrote {self._written}, has {length} bytes")
             os.close(file)
             self._file = None
-            _sync_folder(self._target.parent)
+            sync(self._target.parent)
         return StagedFile(self._path, length)
 
     def abort(self) -> None:
@@ -293,15 +291,6 @@ def _require_one_copy(options: FileOptions | None) -> None:
         raise Unsupported(
             f"a folder has no storage policy {options.policy!a}: use an hdfs:// store"
         )
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make names in a folder durable: fsync of a file does not do that for its name."""
-    file = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(file)
-    finally:
-        os.close(file)
 
 
 @contextlib.contextmanager

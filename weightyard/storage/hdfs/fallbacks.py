@@ -32,8 +32,8 @@ from weightyard.storage.hdfs.configuration import Cluster
 from weightyard.storage.hdfs.installed import has_libhdfs, provide_classes
 from weightyard.storage.hdfs.namenode import NameNode
 from weightyard.storage.hdfs.native import Namespace
-from weightyard.storage.hdfs.watched import Watched
 from weightyard.storage.store import Location, Read, ReadPath
+from weightyard.storage.watched import Watched
 
 _PIECE_BYTES = 16 * 1024 * 1024
 _MIB = 1024 * 1024

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from weightyard.errors import DataNodeFailed, StoreUnavailable
-from weightyard.storage.hdfs.watched import Watched
+from weightyard.storage.watched import Watched
 
 Address = tuple[Any, Any, int, str, Any]
 """As getaddrinfo gives them: family, kind, protocol, name, where."""

@@ -29,9 +29,9 @@ from weightyard.errors import (
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.configuration import Cluster
 from weightyard.storage.hdfs.tickets import TicketAuth
-from weightyard.storage.hdfs.watched import Watched
 from weightyard.storage.hdfs.wire import BlockAccess, BlockToken
 from weightyard.storage.store import Location, Replica, Span, StorePath
+from weightyard.storage.watched import Watched
 
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """About a hundred thousand HDFS blocks."""
@@ -406,6 +406,11 @@ def _translated(path: StorePath | str) -> Iterator[None]:
         raise kind(f"{path}: {first_line[:500]}") from None
     except (requests.RequestException, HTTPError) as why:
         # Its text has the whole URL, which may hold a delegation token.
+        if "CERTIFICATE_VERIFY_FAILED" in str(why):
+            raise NotAllowed(
+                f"{path}: the certificate of a NameNode or DataNode is not trusted: have "
+                "SSL_CERT_FILE name a file with that of its authority"
+            ) from None
         waited_s = time.monotonic() - began
         said = f"{type(why).__name__} after {waited_s:.1f} s"
         raise StoreUnavailable(f"{path}: no answer from a NameNode: {said}") from None

@@ -24,8 +24,8 @@ from weightyard.storage.hdfs import remote
 from weightyard.storage.hdfs.configuration import Cluster
 from weightyard.storage.hdfs.remote import NotEmpty
 from weightyard.storage.hdfs.sink import Sink
-from weightyard.storage.hdfs.watched import Watched
 from weightyard.storage.store import Ownership
+from weightyard.storage.watched import Watched
 
 _T = TypeVar("_T")
 

@@ -10,6 +10,7 @@ import itertools
 import socket
 import struct
 import threading
+import time
 import uuid
 from collections import deque
 from collections.abc import Sequence
@@ -37,6 +38,21 @@ _MAX_ANSWER_BYTES = 1024 * 1024
 _MOST_IDLE = 16
 _ROUNDS = 2
 _LENGTH = struct.Struct(">I")
+
+# Of what a NameNode hangs up for. It also does when its queue of calls is full, and says so by a
+# RetriableException, "Server too busy - disconnecting": that is no reason to go another way.
+_NOT_SERVED = frozenset(
+    (
+        "AccessControlException",
+        "AuthorizationException",
+        "AuthenticationException",
+        "SaslException",
+        "InvalidToken",
+        "VersionMismatch",
+        "RpcNoSuchProtocolException",
+        "RpcNoSuchMethodException",
+    )
+)
 
 
 class NotServed(Unsupported):
@@ -79,16 +95,23 @@ class NameNodeCalls:
             namenode = self._namenodes[asked]
             header = _header(self._caller, number, attempt)
             request = _framed(delimited(header) + delimited(what) + delimited(message))
+            # One that is silent leaves their share to those that come after it in this round.
+            others = len(self._namenodes) - 1 - attempt % len(self._namenodes)
+            began, is_over = time.monotonic(), False
             try:
-                return self._ask(namenode, number, request, doing, deadline)
-            except DeadlineExceeded:
-                self._ask_next(asked)
-                raise StoreUnavailable(f"{doing}: no answer for {self._answer_s:.1f} s") from None
+                return self._ask(namenode, number, request, doing, deadline.part(1 / (1 + others)))
+            except (DeadlineExceeded, TimeoutError):
+                silent_s, is_over = time.monotonic() - began, not others
+                failed = StoreUnavailable(
+                    f"{doing}: NameNode {namenode}: no answer for {silent_s:.1f} s"
+                )
             except remote.NotActive as why:
                 failed = why
             except (OSError, Malformed) as why:
                 failed = StoreUnavailable(f"{doing}: NameNode {namenode}: {why}")
             self._ask_next(asked)
+            if is_over:
+                break
         raise failed
 
     def close(self) -> None:
@@ -209,7 +232,9 @@ def _parse_answer(frame: bytes, number: int, doing: str) -> tuple[Exception | No
             case 5, bytes():
                 message = value.decode("utf-8", "replace")
     if status == 2:  # and it hangs up
-        raise NotServed(f"{doing}: {remote.first_line(f'{java_class}: {message}')}")
+        if java_class.rpartition("$")[2] in _NOT_SERVED:
+            raise NotServed(f"{doing}: {remote.first_line(f'{java_class}: {message}')}")
+        raise remote.error(doing, java_class, message)
     if answered != number or status not in (0, 1):
         raise Malformed(f"an answer to call {answered} with status {status}")
     if status:

@@ -31,7 +31,7 @@ _ANSWER_S = 0.4
 """It runs on this host: one that is silent for longer will not answer over the network either."""
 
 _AGAIN_S = 60.0
-"""How long a DataNode that handed out nothing is not asked again."""
+"""How long a DataNode that hands out nothing is not asked again."""
 
 _MOST_FILES = 8
 """Replicas kept open for the next read. The disk space of one that is deleted meanwhile is free
@@ -103,7 +103,8 @@ class ShortCircuit:
                 file.fill(read.offset - piece.span.offset, read.into, deadline)
         except (_NotHandedOut, OSError, Malformed) as why:
             _log.info("read.not_short_circuit", datanode=datanode, block=block, reason=why)
-            self._forget(datanode, block)
+            # Others of its blocks are handed out, though the token of this one has expired.
+            self._forget(datanode, block, is_for_all=not isinstance(why, _NotThisOne))
             return False
         return True
 
@@ -111,10 +112,11 @@ class ShortCircuit:
         with self._lock:
             return time.monotonic() >= self._not_before.get(datanode, 0.0)
 
-    def _forget(self, datanode: str, block: BlockAccess) -> None:
+    def _forget(self, datanode: str, block: BlockAccess, *, is_for_all: bool) -> None:
         with self._lock:
             self._files.pop(_key(datanode, block), None)
-            self._not_before[datanode] = time.monotonic() + _AGAIN_S
+            if is_for_all:
+                self._not_before[datanode] = time.monotonic() + _AGAIN_S
 
     def _file(self, datanode: str, block: BlockAccess, deadline: Deadline) -> _ReplicaFile:
         key = _key(datanode, block)
@@ -138,7 +140,9 @@ class ShortCircuit:
             asked.sendall(wire.descriptors_request(block))
             response = wire.parse_response(_receive_message(asked))
             if response.status != Status.SUCCESS:
-                raise _NotHandedOut(f"status {response.status} {response.message[:300]}".rstrip())
+                is_for_all = response.status == Status.ERROR_UNSUPPORTED
+                kind = _NotHandedOut if is_for_all else _NotThisOne
+                raise kind(f"status {response.status} {response.message[:300]}".rstrip())
             _, descriptors, _, _ = socket.recv_fds(asked, 1, _PASSED, socket.MSG_CMSG_CLOEXEC)
         for other in descriptors[1:]:
             os.close(other)  # HDFS's own checksums: packs have theirs
@@ -151,6 +155,10 @@ class _NotHandedOut(YardError):
     """A DataNode did not pass the file of a replica."""
 
 
+class _NotThisOne(_NotHandedOut):
+    """It may pass those of others: a token has expired, or the replica is gone."""
+
+
 @dataclass(slots=True)
 class _ReplicaFile:
     """An open file, closed when the last who reads it lets go."""
@@ -158,12 +166,12 @@ class _ReplicaFile:
     descriptor: int
 
     def fill(self, offset: int, into: memoryview, deadline: Deadline) -> None:
-        """Raises OSError, also where the file ends too soon; DeadlineExceeded, Cancelled."""
+        """Raises OSError, _NotThisOne where the file ends too soon; DeadlineExceeded, Cancelled."""
         while into:
             deadline.left("reading a replica's file")
             got = os.preadv(self.descriptor, [into[:_STEP_BYTES]], offset)
             if not got:
-                raise OSError(f"the replica ends at {offset}")
+                raise _NotThisOne(f"the replica ends at {offset}")
             offset += got
             into = into[got:]
 

@@ -223,7 +223,7 @@ class HdfsStore(Store):
         """A file that was not written at the first try is no finding yet: see docs/hdfs.md."""
         for attempt in range(_PROBES):
             try:
-                name = layout.staging(upload, "probe", attempt)
+                name = layout.probe(upload, attempt)
                 with self.stage(name, FileOptions(planned_bytes=len(content))) as stage:
                     stage.write(content)
                     return stage.close()

@@ -18,7 +18,7 @@ from requests import PreparedRequest, Response
 from requests.auth import AuthBase
 
 from weightyard.errors import BadSetting, NotAllowed
-from weightyard.storage.hdfs.watched import Watched
+from weightyard.storage.watched import Watched
 
 
 @dataclass(frozen=True, slots=True)

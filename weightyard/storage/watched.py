@@ -60,7 +60,7 @@ class Watched:
         """The inbox of a new thread. If none can be had, the caller's place is free again."""
         inbox: SimpleQueue[_Job | None] = SimpleQueue()
         work = threading.Thread(
-            target=self._work, args=(inbox,), name="weightyard-hdfs", daemon=True
+            target=self._work, args=(inbox,), name="weightyard-watched", daemon=True
         )
         try:
             work.start()
