@@ -256,6 +256,8 @@ class Cost(Record):
     """Stored bytes a reader that has nothing must fetch, bases of deltas included."""
     shared_with: dict[str, int] = Field(default_factory=dict)
     """Ref → raw bytes in common, the most first."""
+    shared_with_is_complete: bool = False
+    """Whether these are all that share. Of very many only some are looked at."""
 
 
 MAX_LEASE_S = 30 * 24 * 3600.0

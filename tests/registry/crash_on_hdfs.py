@@ -69,7 +69,7 @@ class Yard:
         self._acknowledged = Path(config["acknowledged"])
         migrate.upgrade(self.database)
         binding.bind(self.database, self.store)
-        self.registry = Registry(self.database, who="alice")
+        self.registry = Registry(self.database, store=self.store, who="alice")
 
     def push(self, store: Store, seed: int) -> None:
         contents = contents_of(seed)
@@ -116,8 +116,13 @@ class Yard:
     def attempt(self, work: Callable[[Store], object], calls: Calls) -> object:
         """Do something, failing beneath what tries again: so HDFS loses answers."""
         store = RetryingStore(calls.store(self._hdfs), Retry(deadline_s=120))
-        with calls.database(self.database):
-            return work(store)
+        usual = self.registry
+        self.registry = Registry(self.database, store=store, who="alice")  # which asks it, too
+        try:
+            with calls.database(self.database):
+                return work(store)
+        finally:
+            self.registry = usual
 
     def acknowledged(self) -> dict[str, str]:
         """What became of versions, as far as someone was told."""

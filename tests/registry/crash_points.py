@@ -29,6 +29,7 @@ from ending import end_with_parent
 
 from weightyard.errors import YardError
 from weightyard.records import GcReport
+from weightyard.registry.registry import Registry
 from weightyard.transfer import once
 
 LIMIT_S = 120
@@ -103,8 +104,11 @@ class Worker:
         self._yard.close()
 
     def _do(self, operation: str, calls: Calls) -> object:
+        store = calls.store(self._yard.store())
+        # Of its own: what a registry itself asks of its store is counted, and fails, too.
+        registry = Registry(self._world.database, store=store, who="alice")
         with calls.database(self._world.database), _repeatable_ids(operation):
-            return OPERATIONS[operation](self._world.registry, calls.store(self._yard.store()))
+            return OPERATIONS[operation](registry, store)
 
     def _attempt(self, point: Point, meanwhile: Callable[[], None] | None = None) -> Outcome:
         """Do the operation with its fault. What the doer was told."""
@@ -304,7 +308,8 @@ def main() -> None:
     found = run_all(world, jobs, work)
     world.end(jobs)
     counts = {operation: len(seen) for operation, seen in calls.items()}
-    print(json.dumps({**found, "calls": counts}))
+    looks = {name: sum(call[2] in _LOOKS for call in seen) for name, seen in calls.items()}
+    print(json.dumps({**found, "calls": counts, "looks": looks}))
 
 
 if __name__ == "__main__":

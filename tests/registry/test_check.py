@@ -1,18 +1,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+from collecting import DAY_S, gc, pass_time, states
 from pushing import BERT, push, push_delta, read_back
 from sqlalchemy import delete, select, update
 
 from weightyard.errors import Damaged, FileMissing, ManifestInvalid, StoreUnavailable
 from weightyard.format.block import block_id
-from weightyard.names import Digest, Ref
+from weightyard.names import Digest, Ref, UploadId
 from weightyard.records import CheckReport
-from weightyard.registry import history, outbox, schema
+from weightyard.registry import check, history, outbox, schema
 from weightyard.registry.database import Database
+from weightyard.registry.examine import Examined
 from weightyard.registry.registry import Registry
 from weightyard.registry.schema import FileState
 from weightyard.storage import layout
@@ -117,7 +121,7 @@ def test_reading_all_data_finds_a_wrong_byte_anywhere_in_a_pack(
 
 
 def test_a_damaged_pack_is_neither_read_nor_claimed_and_a_push_of_the_same_content_heals(
-    registry: Registry, store: LocalStore, root: Path
+    registry: Registry, store: LocalStore, database: Database, root: Path
 ) -> None:
     first = push(registry, store, noise(1), noise(2))
     bad = the_pack(store)
@@ -130,6 +134,31 @@ def test_a_damaged_pack_is_neither_read_nor_claimed_and_a_push_of_the_same_conte
     assert len(list(store.list(layout.PACKS))) == 2, "nothing of the damaged pack was reused"
     assert not registry.resolve(Ref.parse(first.ref)).damaged
     assert read_back(registry, store, first) == [noise(1), noise(2)]
+    assert registry.check(store, read_data=True).is_clean, "the damaged one only waits for gc"
+    assert states(database) == ["damaged", "live"]
+    pass_time(database, 8 * DAY_S)
+    registry.gc(store)
+    assert the_pack(store) != bad
+    assert read_back(registry, store, first) == [noise(1), noise(2)]
+
+
+def test_a_damaged_delta_whose_block_lies_whole_elsewhere_only_waits_for_gc(
+    registry: Registry, store: LocalStore, database: Database, root: Path
+) -> None:
+    base = noise(1)
+    delta = bytes(100) + base[100:]
+    push(registry, store, base)
+    first = the_pack(store)
+    version = push_delta(registry, store, delta, base)
+    (bad,) = {file.path for file in store.list(layout.PACKS)} - {first}
+    flip(root / bad.text, 20)
+    assert codes(registry.check(store, read_data=True)) == {("damaged", bad.text)}
+    push(registry, store, delta)
+    assert registry.check(store, read_data=True).is_clean
+    pass_time(database, 8 * DAY_S)
+    registry.gc(store)
+    assert not (root / bad.text).exists()
+    assert read_back(registry, store, version) == [delta]
 
 
 def test_good_blocks_of_a_damaged_pack_are_saved_into_a_new_one(
@@ -227,6 +256,17 @@ def test_a_file_without_a_row_is_reported_and_left_alone(
     assert codes(report) == {("unknown-file", stray) for stray in strays}
     registry.heal(store, report)
     assert all((root / stray).exists() for stray in strays)
+
+
+def test_what_a_doctor_that_was_killed_left_is_reported_as_such(
+    registry: Registry, store: LocalStore
+) -> None:
+    with store.stage(layout.probe(UploadId.new())) as stage:
+        stage.write(b"?")
+        left = stage.close()
+    (finding,) = registry.check(store).findings
+    assert (finding.code, finding.subject) == ("unknown-file", left.path.text)
+    assert "doctor" in finding.advice
 
 
 def test_a_large_yard_is_checked_folder_by_folder(
@@ -497,3 +537,21 @@ def test_a_version_whose_blocks_lie_in_no_pack_is_found(
     assert registry.heal(store, report).left == report.findings
     push(registry, store, base)
     assert registry.check(store).is_clean
+
+
+def test_a_pack_that_gc_rewrites_before_it_is_read_is_no_finding(
+    registry: Registry, store: LocalStore, database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for seed in range(5):
+        push(registry, store, noise(seed))
+    examine = check.PACKS.examine
+
+    def examine_after_gc(*asked: Any) -> Examined:
+        if "deleting" not in states(database):
+            gc(registry, store, grace_s=DAY_S)
+        return examine(*asked)
+
+    monkeypatch.setattr(check, "_THREADS", 1)
+    monkeypatch.setattr(check, "PACKS", replace(check.PACKS, examine=examine_after_gc))
+    assert registry.check(store, read_data=True).is_clean
+    assert states(database) == ["deleting"] * 5 + ["live"]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from collecting import DAY_S, pass_time, states
 from pushing import push, read_back
 from sqlalchemy import update
 
@@ -75,7 +76,12 @@ def test_one_damaged_replica_is_found_by_its_datanode_and_its_pack_written_anew(
     assert read_back(registry, store, version) == CONTENTS
     assert registry.heal(store, report).healed == (pack.text,)
     (fresh,) = {file.path for file in store.list(layout.PACKS)} - {pack}
-    store.delete(pack)
+    cluster.wait_for_replication(f"{store.url}/{fresh}", 2, LIMIT_S)
+    assert registry.check(store, read_data=True).is_clean, "the old one only waits for gc"
+    assert states(registry.database) == ["damaged", "live"]
+    pass_time(registry.database, 8 * DAY_S)
+    registry.gc(store)
+    assert the_pack(store) == fresh
     assert read_back(registry, store, version) == CONTENTS, f"it lies in {fresh} now"
 
 

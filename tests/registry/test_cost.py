@@ -72,10 +72,16 @@ def test_however_many_versions_share_so_many_are_looked_at(
         push(registry, store, noise(1), model=ModelName("other", f"m{number}"))
     third = Ref.parse("team/bert@v3")
     assert len(registry.cost(third).shared_with) == 11, "few are all looked at"
+    assert registry.cost(third).shared_with_is_complete
+    assert not registry.cost(third, shown=10).shared_with_is_complete
     for name, most in (("BESIDE", 1), ("FOUND", 2)):
         monkeypatch.setattr(cost, name, most)
     looked_at = {"team/bert@v2", "team/bert@v4", "other/m2@v1", "other/m3@v1"}
     assert registry.cost(third).shared_with == dict.fromkeys(looked_at, ONE)
+    assert not registry.cost(third).shared_with_is_complete
+    monkeypatch.setattr(cost, "FOUND", 32)
+    monkeypatch.setattr(cost, "WAYS", 5)
+    assert not registry.cost(third).shared_with_is_complete
     monkeypatch.setattr(cost, "WAYS", 0)
     assert registry.cost(third).shared_with.keys() == {"team/bert@v2", "team/bert@v4"}
     registry.remove(Ref.parse("team/bert@v2"))

@@ -76,7 +76,7 @@ def test_a_head_or_footer_that_hdfs_refuses_is_a_flaw(tmp_path: Path, at: int) -
     pack, placements = write_pack(store)
     store.at = at % store.stat(layout.pack(pack)).length
     found = examine_pack(store, pack, placements)
-    assert (found.is_complete, found.is_whole, found.bad) == (True, False, frozenset())
+    assert (found.is_complete, found.is_flawless, found.bad) == (True, False, frozenset())
 
 
 def test_a_manifest_that_hdfs_refuses_is_bad(tmp_path: Path) -> None:

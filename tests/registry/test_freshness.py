@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -9,11 +10,12 @@ import crash_world
 import pytest
 from crash_world import AT_ONCE, BEGINNING, GPT, OPTIONS, PROD
 from pushing import BERT, push, read_back
+from waiting import SOON_S
 
 from weightyard.errors import ForeignStore, StoreUnavailable
 from weightyard.names import ModelName, Ref
 from weightyard.records import Publication, Retention
-from weightyard.registry import migrate
+from weightyard.registry import freshness, migrate
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.storage import layout
@@ -175,6 +177,25 @@ def test_an_alias_is_moved_while_the_store_does_not_answer_but_nothing_is_publis
     with pytest.raises(StoreUnavailable):
         push(silent, store, b"new", options=OPTIONS)
     assert [version.number for version in today.versions(BERT)] == [2, 1]
+
+
+def test_a_store_known_to_be_silent_is_asked_again_later_and_by_one_change(
+    today: Registry, database: Database, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(freshness, "_LOOK_S", 0.1)
+    monkeypatch.setattr(freshness, "_SILENT_S", SOON_S)
+    answers = threading.Event()
+    slow = FaultyStore(store, on_call=lambda *_: answers.wait(SOON_S))
+    with Registry(database, store=slow) as registry:
+        for number in (1, 2, 1, 2):
+            registry.move_alias(BERT, PROD, number)
+        assert len(slow.calls) == 1
+        answers.set()
+        monkeypatch.setattr(freshness, "_LOOK_S", SOON_S)
+        monkeypatch.setattr(freshness, "_SILENT_S", 0.0)
+        for number in (1, 2):
+            registry.move_alias(BERT, PROD, number)
+        assert len(slow.calls) == 3
 
 
 def test_the_journal_has_no_gaps_whatever_fails(today: Registry, store: LocalStore) -> None:

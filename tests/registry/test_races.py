@@ -46,6 +46,15 @@ def two(database_url: str, one: Registry, store: LocalStore) -> Iterator[Registr
         yield registry
 
 
+def begun(registry: Registry, store: LocalStore, name: str) -> Callable[[], Version]:
+    """All but the commit, in a model of its own: there is nothing else to wait for."""
+    model, said = ModelName("team", name), Publication()
+    registry.create_model(model)
+    upload = registry.open_upload(model, said)
+    manifest = write(upload, store, noise(len(name)))
+    return lambda: publish(store, upload, manifest, said, upload.id.hex)
+
+
 @pytest.mark.parametrize("at", ["UPDATE aliases", "INSERT INTO alias_moves", "INSERT INTO outbox"])
 def test_of_two_moves_of_an_alias_one_wins_and_the_other_is_told_where_it_is(
     one: Registry, two: Registry, at: str
@@ -176,15 +185,7 @@ def test_of_two_commits_with_one_key_and_other_content_one_is_refused(
 def test_of_two_commits_that_do_not_both_fit_the_quota_one_is_refused(
     one: Registry, two: Registry, store: LocalStore, limit: str
 ) -> None:
-    def begun(registry: Registry, name: str) -> Callable[[], Version]:
-        """All but the commit, in a model of its own: there is nothing else to wait for."""
-        model, said = ModelName("team", name), Publication()
-        registry.create_model(model)
-        upload = registry.open_upload(model, said)
-        manifest = write(upload, store, noise(len(name)))
-        return lambda: publish(store, upload, manifest, said, upload.id.hex)
-
-    first, second = begun(one, "ours"), begun(two, "theirs")
+    first, second = begun(one, store, "ours"), begun(two, store, "theirs")
     used = one.quota("team")
     room = {"versions": used.used_versions + 1, "stored_bytes": used.used_stored_bytes + 100 * KIB}
     one.set_quota("team", **{"versions": None, "stored_bytes": None, limit: room[limit]})
@@ -221,3 +222,21 @@ def test_a_list_shows_a_version_wholly_or_not_at_all_while_it_is_committed(
     before, after = seen
     assert before == ([3, 2, 1], 3, 1), "nobody waits to look, and nothing half is seen"
     assert after == ([4, 3, 2, 1], 4, 4)
+
+
+def test_a_listener_that_resumes_by_id_misses_no_event_of_two_commits_at_once(
+    one: Registry, two: Registry, store: LocalStore
+) -> None:
+    first, second = begun(one, store, "ours"), begun(two, store, "theirs")
+    before = one.newest_event()
+    seen: list[int] = []
+
+    def publish_and_listen() -> None:
+        second()
+        seen.extend(event.id for event in two.events(before))
+
+    done = race(one.database, "INSERT INTO audit", first, publish_and_listen, patience_s=1.0)
+    assert done.errors == []
+    every = [event.id for event in one.events(before)]
+    assert len(every) == 2
+    assert seen == every[: len(seen)], "one became visible after another with a higher id"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from collecting import noise, pass_time
 from pushing import BERT, push, push_delta, read_back, write
-from sqlalchemy import select, update
+from sqlalchemy import Connection, select, update
 from waiting import eventually
 
 from weightyard import catalogued
@@ -31,13 +31,14 @@ from weightyard.format.assembly import manifest_of
 from weightyard.format.block import MIB, block_id
 from weightyard.format.dtypes import DType
 from weightyard.format.splitting import StateTensor, split_state
-from weightyard.names import AliasName, Digest, FilePath, ModelName, Ref
+from weightyard.names import AliasName, Digest, FilePath, ModelName, PackId, Ref
 from weightyard.records import Publication, Version
-from weightyard.registry import binding, migrate, received, schema
+from weightyard.registry import binding, migrate, received, schema, versions
 from weightyard.registry.database import Database, now_ms
 from weightyard.registry.registry import Registry
 from weightyard.registry.schema import FileState
 from weightyard.registry.uploads import Reading
+from weightyard.registry.versions import stored_bytes_of_project
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
 from weightyard.storage.store import Store
@@ -440,6 +441,36 @@ def test_a_push_that_does_not_fit_the_quota_is_refused_before_all_of_it_is_sent(
     sent = len(list(store.list(layout.PACKS)))
     assert 3 <= sent < 8
     assert push(registry, store, *contents[:2], options=small).number == 1, "what fits is taken"
+
+
+def test_a_project_is_counted_once_for_an_upload_and_once_for_its_commit(
+    registry: Registry, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    push(registry, store, NOISE)
+    registry.set_quota("team", stored_bytes=100 * MIB, versions=None)
+    counted: list[str] = []
+
+    def count(tx: Connection, project: str) -> int:
+        counted.append(project)
+        return stored_bytes_of_project(tx, project)
+
+    monkeypatch.setattr(versions, "stored_bytes_of_project", count)
+    opened = registry.open_upload(BERT, Publication())
+    for _ in range(5):  # as a service has it: one handle a request
+        registry.resume_upload(opened.id, Publication()).begin_pack(PackId.new())
+    manifest = write(opened, store, *(random.Random(n).randbytes(64 * 1024) for n in range(6)))
+    publish(store, opened, manifest, Publication(), "k")
+    assert counted == ["team"] * 2
+
+
+def test_room_that_was_made_since_an_upload_began_is_used(registry: Registry, store: Store) -> None:
+    push(registry, store, random.Random(99).randbytes(256 * 1024))
+    registry.set_quota("team", stored_bytes=400 * 1024, versions=None)
+    upload = registry.open_upload(BERT, Publication())
+    registry.remove(Ref.parse("team/bert@v1"))
+    manifest = write(upload, store, *(random.Random(n).randbytes(64 * 1024) for n in range(4)))
+    upload.begin_pack(PackId.new())
+    assert publish(store, upload, manifest, Publication(), "k").number == 2
 
 
 def test_all_versions_models_and_moves_are_listed_however_many_fit_a_page(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from sqlalchemy import Connection, Row, Table, func, select, update
+from sqlalchemy import ColumnElement, Connection, Row, Table, and_, func, or_, select, update
 
 from weightyard.errors import FileMissing
 from weightyard.format.pack import Placement, read_entry
@@ -23,6 +23,7 @@ from weightyard.records import CheckReport, Finding
 from weightyard.registry import damage, schema, told
 from weightyard.registry.database import Database, is_one_of
 from weightyard.registry.examine import Examined, examine_manifest, examine_pack
+from weightyard.registry.needs import Needs
 from weightyard.registry.rows import batches
 from weightyard.registry.schema import FileState
 from weightyard.storage import layout
@@ -50,6 +51,10 @@ _HEAL = "run `weightyard check --heal`"
 _BRING_BACK = "bring its DataNodes back, then check again"
 _HDFS_COPIES = "HDFS copies it by itself when enough DataNodes are up; check again later"
 _NOT_OURS = "gc leaves it alone; remove it by hand if nobody needs it"
+_OF_A_PROBE = (
+    "a `weightyard doctor` tries the store just now, or was killed while it did: then remove its "
+    "folder by hand"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +64,8 @@ class Kind:
     table: Table
     folder: StorePath
     path: Callable[[str], StorePath]
-    in_use: tuple[FileState, ...]
-    """Rows in these states must have their file, whole."""
+    in_use: ColumnElement[bool]
+    """Rows of which this is so must have their file, whole."""
     examine: Callable[[Database, Store, Row[Any]], Examined]
     touched: Callable[[Connection, int], tuple[str, ...]]
 
@@ -81,7 +86,12 @@ PACKS = Kind(
     schema.packs,
     layout.PACKS,
     lambda name: layout.pack(PackId(name)),
-    (FileState.LIVE, FileState.CONDEMNED, FileState.DAMAGED),
+    # A damaged one waits for gc once all that is needed of it lies elsewhere: it was healed, or
+    # pushed again.
+    or_(
+        schema.packs.c.state.in_(damage.READABLE),
+        and_(schema.packs.c.state == FileState.DAMAGED, Needs().only_of_pack()),
+    ),
     _examine_pack,
     damage.touched_by_pack,
 )
@@ -89,7 +99,8 @@ MANIFESTS = Kind(
     schema.manifests,
     layout.MANIFESTS,
     lambda name: layout.manifest(Digest(name)),
-    (FileState.LIVE, FileState.DAMAGED),  # of a condemned one the file may be gone before the row
+    # Of a condemned one the file may be gone before the row.
+    schema.manifests.c.state.in_((FileState.LIVE, FileState.DAMAGED)),
     lambda database, store, row: examine_manifest(store, Digest(row.name)),
     damage.touched_by_manifest,
 )
@@ -101,8 +112,7 @@ def bytes_to_check(database: Database) -> int:
 
 
 def _in_use_bytes(tx: Connection, kind: Kind) -> int:
-    in_use = kind.table.c.state.in_(kind.in_use)
-    return int(tx.scalar(select(func.sum(kind.table.c.bytes)).where(in_use)) or 0)
+    return int(tx.scalar(select(func.sum(kind.table.c.bytes)).where(kind.in_use)) or 0)
 
 
 def check(
@@ -173,10 +183,10 @@ class _Checking:
         # Listed first: a file's row is there before the file is.
         files = {file.path: file for folder in folders for file in self._store.list(folder)}
         names = (prefixes[0], f"{prefixes[-1]}g")
-        rows = self._database.read(partial(_rows, table=kind.table, names=names))
+        rows = self._database.read(partial(_rows, kind=kind, names=names))
         for path in files.keys() - {kind.path(row.name) for row in rows}:
             self._report_unknown(path)
-        in_use = [row for row in rows if row.state in kind.in_use]
+        in_use = [row for row in rows if row.is_in_use]
         looks = [partial(self._check_file, kind, row, files) for row in in_use]
         run_together(_THREADS, "weightyard-check", looks)
         self._count(**{kind.table.name: len(in_use)})
@@ -262,7 +272,7 @@ class _Checking:
         for copy in found.copies:
             if copy.is_reachable and copy.flaw is not None:
                 self._report(kind, row, "replica-damaged", f"{copy.name}: {copy.flaw}", _HEAL)
-        if found.is_whole:
+        if found.is_flawless:
             self._database.write(
                 partial(_say_whole, kind=kind, row=row, length=file.length, who=self._who)
             )
@@ -282,19 +292,30 @@ class _Checking:
 
     def _report_damage(self, kind: Kind, row: Row[Any], code: str, what: str) -> None:
         mark = partial(damage.mark, table=kind.table, row_id=row.id, who=self._who, why=what)
-        if self._database.write(mark) or row.state == FileState.DAMAGED:
+        if self._database.write(mark) or self._is_in_use(kind, row):
             # Who pushes finds a file under that name, and never writes over one.
             is_in_the_way = kind is MANIFESTS and code != "missing"
-            self._report(kind, row, code, what, _HEAL_AND_PUSH if is_in_the_way else _PUSH_AGAIN)
+            advice = _HEAL_AND_PUSH if is_in_the_way else _PUSH_AGAIN
+            self._add_file(kind, row, code, what, advice)
 
     def _report_unknown(self, path: StorePath) -> None:
         try:
             self._store.stat(path)
         except FileMissing:  # gc removed file and row since they were listed
             return
-        self._add("unknown-file", path.text, "has no row in this registry", _NOT_OURS)
+        advice = _OF_A_PROBE if layout.is_probe(path) else _NOT_OURS
+        self._add("unknown-file", path.text, "has no row in this registry", advice)
 
     def _report(self, kind: Kind, row: Row[Any], code: str, what: str, advice: str) -> None:
+        if self._is_in_use(kind, row):
+            self._add_file(kind, row, code, what, advice)
+
+    def _is_in_use(self, kind: Kind, row: Row[Any]) -> bool:
+        """Whether it still is: gc may have rewritten a pack since its row was read."""
+        still = select(kind.table.c.id).where(kind.table.c.id == row.id, kind.in_use)
+        return self._database.read(lambda tx: tx.scalar(still)) is not None
+
+    def _add_file(self, kind: Kind, row: Row[Any], code: str, what: str, advice: str) -> None:
         touched = self._database.read(lambda tx: kind.touched(tx, row.id))
         self._add(code, kind.path(row.name).text, what, advice, touched)
 
@@ -317,9 +338,11 @@ class _Checking:
                 self._counts[name] += amount
 
 
-def _rows(tx: Connection, table: Table, names: tuple[str, str]) -> Sequence[Row[Any]]:
+def _rows(tx: Connection, kind: Kind, names: tuple[str, str]) -> Sequence[Row[Any]]:
     first, end = names
-    return tx.execute(select(table).where(table.c.name >= first, table.c.name < end)).all()
+    name = kind.table.c.name
+    rows = select(kind.table, kind.in_use.label("is_in_use")).where(name >= first, name < end)
+    return tx.execute(rows).all()
 
 
 def _uploads(tx: Connection, names: Sequence[str]) -> set[str]:

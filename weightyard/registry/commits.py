@@ -55,6 +55,9 @@ def commit(
     manifest_row = _require_manifest(tx, opened.row_id, digest, publication)
     edges = insert_lists(tx, manifest, blocks)
     parent = _hold_parent(tx, publication)
+    # Before a new model is told of, which locks what tells: two commits must not wait for each
+    # other in a circle.
+    quotas.hold(tx, opened.model.project)
     model_row, number = _next_number(tx, opened.model, opened.author, publication)
     version_row = _insert_version(
         tx, model_row, number, manifest_row, parent, opened.author, manifest, publication

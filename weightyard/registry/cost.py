@@ -64,6 +64,7 @@ def cost(tx: Connection, ref: Ref, *, copies: int = 1, shown: int = SHOWN) -> Co
         )
     ).one()
     read = _sum(tx, select(func.sum(best.c.stored_bytes)))
+    shared, is_complete = _shared_with(tx, row.id, mine, shown) if shown else ({}, False)
     return Cost(
         ref=f"{row.project}/{row.name}@v{row.number}",
         logical_bytes=row.logical_bytes,
@@ -79,7 +80,8 @@ def cost(tx: Connection, ref: Ref, *, copies: int = 1, shown: int = SHOWN) -> Co
         packs=packs,
         namenode_objects=2 * (packs + _OTHER_FILES),
         cold_load_bytes=read + _sum(tx, select(func.sum(bases.c.stored_bytes))),
-        shared_with=_shared_with(tx, row.id, mine, shown) if shown else {},
+        shared_with=shared,
+        shared_with_is_complete=is_complete,
     )
 
 
@@ -193,9 +195,13 @@ def _may_share(model: ColumnElement[int], version_row: int) -> ColumnElement[boo
     )
 
 
-def _shared_with(tx: Connection, version_row: int, mine: CTE, shown: int) -> dict[str, int]:
-    """Raw bytes in common with the versions that share most, of those looked at."""
-    near = _candidates(version_row, mine)
+def _shared_with(
+    tx: Connection, version_row: int, mine: CTE, shown: int
+) -> tuple[dict[str, int], bool]:
+    """Raw bytes in common with the versions that share most, of those looked at; and whether these
+    are all that share."""
+    ways, found = _ways(mine), _found(version_row, mine)
+    near = _candidates(version_row, found)
     common = (
         select(near.c.version_id, _lb.c.block_id)
         .join_from(near, _vl, _vl.c.version_id == near.c.version_id)
@@ -216,40 +222,64 @@ def _shared_with(tx: Connection, version_row: int, mine: CTE, shown: int) -> dic
         .join_from(totals, _v, _v.c.id == totals.c.version_id)
         .join(_m, _m.c.id == _v.c.model_id)
         .order_by(totals.c.shared_bytes.desc(), _v.c.id.desc())
-        .limit(shown)
-    )
-    return {f"{project}/{name}@v{number}": int(size) for project, name, number, size in rows}
+        .limit(shown + 1)
+    ).all()
+    shared = {f"{project}/{name}@v{number}": int(size) for project, name, number, size in rows}
+    is_complete = len(rows) <= shown and _is_less(tx, ways, WAYS) and _is_less(tx, found, FOUND)
+    return dict(list(shared.items())[:shown]), is_complete
 
 
-def _candidates(version_row: int, mine: CTE) -> CTE:
-    """Versions to look at: neighbours of the same model, and the newest found by way of its blocks.
+def _is_less(tx: Connection, some: Select[tuple[int]], most: int) -> bool:
+    return (tx.scalar(select(func.count()).select_from(some.subquery())) or 0) < most
+
+
+def _candidates(version_row: int, found: Select[tuple[int]]) -> CTE:
+    """Versions to look at: neighbours of the same model, and those found by way of its blocks."""
+    own = select(_v.c.model_id, _v.c.number).where(_v.c.id == version_row).cte("own")
+    beside = (_v.c.model_id == own.c.model_id, *_is_seen_beside(version_row))
+    older = select(_v.c.id).where(*beside, _v.c.number < own.c.number).order_by(_v.c.number.desc())
+    newer = select(_v.c.id).where(*beside, _v.c.number > own.c.number).order_by(_v.c.number)
+    parts = (older.limit(BESIDE), newer.limit(BESIDE), found)
+    each = [select(part.subquery().c.id.label("version_id")) for part in parts]
+    return union(*each).cte("near")
+
+
+def _is_seen_beside(version_row: int) -> tuple[ColumnElement[bool], ...]:
+    return _v.c.id != version_row, _v.c.removed_ms.is_(None)
+
+
+def _ways(mine: CTE) -> Select[tuple[int]]:
+    """Versions by way of blocks, each as often as there are ways.
 
     Thousands of versions that share thousands of lists make more pairs than can be looked at. So
     the ways are followed up to a number; where there are fewer, every version that shares is found.
     """
-    own = select(_v.c.model_id, _v.c.number).where(_v.c.id == version_row).cte("own")
-    seen = (_v.c.id != version_row, _v.c.removed_ms.is_(None))
-    beside = (_v.c.model_id == own.c.model_id, *seen)
-    older = select(_v.c.id).where(*beside, _v.c.number < own.c.number).order_by(_v.c.number.desc())
-    newer = select(_v.c.id).where(*beside, _v.c.number > own.c.number).order_by(_v.c.number)
-    ways = (
+    return (
         select(_vl.c.version_id)
         .join_from(_lb, _vl, _vl.c.list_id == _lb.c.list_id)
         .where(_lb.c.block_id.in_(select(mine.c.block_id)))
         .limit(WAYS)
-        .subquery()
     )
-    found = (
+
+
+def _found(version_row: int, mine: CTE) -> Select[tuple[int]]:
+    """The newest versions that have blocks of this one."""
+    ways = _ways(mine).subquery()
+    # Few, and first: PostgreSQL would go through all versions from the newest, and for each through
+    # all ways.
+    reached = (
+        select(ways.c.version_id)
+        .distinct()
+        .cte("reached")
+        .prefix_with("MATERIALIZED", dialect="postgresql")
+    )
+    return (
         select(_v.c.id)
-        .where(
-            _v.c.id.in_(select(ways.c.version_id)), *seen, _may_share(_v.c.model_id, version_row)
-        )
-        .order_by(_v.c.id.desc())
+        .join_from(reached, _v, _v.c.id == reached.c.version_id)
+        .where(*_is_seen_beside(version_row), _may_share(_v.c.model_id, version_row))
+        .order_by(reached.c.version_id.desc())
         .limit(FOUND)
     )
-    parts = (older.limit(BESIDE), newer.limit(BESIDE), found)
-    each = [select(part.subquery().c.id.label("version_id")) for part in parts]
-    return union(*each).cte("near")
 
 
 def _sum(tx: Connection, statement: Select[tuple[int]]) -> int:

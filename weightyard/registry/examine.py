@@ -64,9 +64,10 @@ class Examined:
         return bool(self.copies) and all(copy.is_reachable for copy in self.copies)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether some replica is as it should be from end to end."""
-        return any(copy.is_reachable and copy.flaw is None for copy in self.copies)
+    def is_flawless(self) -> bool:
+        """Whether every replica that was read is as it should be from end to end."""
+        reached = [copy for copy in self.copies if copy.is_reachable]
+        return bool(reached) and all(copy.flaw is None for copy in reached)
 
 
 def examine_pack(store: Store, pack: PackId, placements: Sequence[Placement]) -> Examined:

@@ -7,19 +7,29 @@ Records and journal in the store tell.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator
 
 from sqlalchemy import select
 
-from weightyard.errors import FileMissing, ForeignStore, Retryable
+from weightyard.errors import FileMissing, ForeignStore, Retryable, StoreUnavailable
 from weightyard.logs import Log
 from weightyard.names import ModelName
 from weightyard.registry import binding, history, outbox, schema
 from weightyard.registry.database import Database
 from weightyard.storage import layout
+from weightyard.storage.opening import folder_of
 from weightyard.storage.store import Store, StorePath
+from weightyard.storage.watched import Watched
 
 _log = Log(__name__)
+
+_LOOK_S = 3.0
+"""How long a change waits for a store to tell. A client gives a change up after half a minute,
+and a store tries for as long to be reached."""
+_SILENT_S = 10.0
+"""How long a store that did not tell is not asked again."""
 
 
 def require_newest(database: Database, store: Store) -> None:
@@ -28,20 +38,73 @@ def require_newest(database: Database, store: Store) -> None:
     The journal has no gaps, and whatever is published or changed is in it. For every change; gc
     asks for more. Raises ForeignStore if the database is older than its store.
     """
+    _require_newest(database, store, lambda path: _is_there(store, path))
+
+
+class BriefLooks:
+    """The same for those who can do without: a store that does not answer stops nobody.
+
+    An alias can be moved while it is silent. Nor does it hold up all who change something: while it
+    is known to be silent, one of them at a time finds out whether it still is. Thread-safe.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._watched = Watched(most=8)
+        self._lock = threading.Lock()
+        self._is_silent = False
+        self._tried_s = 0.0
+
+    def require_newest(self, database: Database) -> None:
+        """Raises ForeignStore if the database is known to be older than its store."""
+        try:
+            _require_newest(database, self._store, self._is_there)
+        except Retryable as why:
+            _log.warning("registry.freshness_unknown", reason=why)
+
+    def close(self) -> None:
+        self._watched.close()
+
+    def _is_there(self, path: StorePath) -> bool:
+        # A thread less: it is for what may hang, and a process that has threads should not fork.
+        if folder_of(self._store) is not None:
+            return _is_there(self._store, path)
+        if not self._may_ask():
+            raise StoreUnavailable(f"{self._store.url} did not answer lately, and is not asked")
+        doing = f"looking for {path}"
+        try:
+            found = self._watched.call(doing, _LOOK_S, lambda: _is_there(self._store, path))
+        except Retryable:
+            self._note(is_silent=True)
+            raise
+        self._note(is_silent=False)
+        return found
+
+    def _may_ask(self) -> bool:
+        with self._lock:
+            if not self._is_silent:
+                return True
+            now_s = time.monotonic()
+            is_due = now_s - self._tried_s >= _SILENT_S
+            if is_due:
+                self._tried_s = now_s
+            return is_due
+
+    def _note(self, *, is_silent: bool) -> None:
+        with self._lock:
+            self._is_silent = is_silent
+            self._tried_s = time.monotonic()
+
+
+def _require_newest(
+    database: Database, store: Store, is_there: Callable[[StorePath], bool]
+) -> None:
     known = database.read(outbox.last_sequence)
-    while _is_there(store, layout.journal(known + 1)):
+    while is_there(layout.journal(known + 1)):
         again = database.read(outbox.last_sequence)
         if again <= known:  # else another process has just written it
             raise _older(store, layout.journal(known + 1))
         known = again
-
-
-def require_newest_if_told(database: Database, store: Store) -> None:
-    """The same, but a store that does not answer stops nobody: an alias can be moved without it."""
-    try:
-        require_newest(database, store)
-    except Retryable as why:
-        _log.warning("registry.freshness_unknown", reason=why)
 
 
 def require_newest_of_all(database: Database, store: Store) -> None:

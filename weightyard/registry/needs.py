@@ -79,7 +79,10 @@ class Needs:
         return some(inside.c.pack_id == _packs.c.id, self.of_block(inside.c.block_id))
 
     def only_of_pack(self) -> ColumnElement[bool]:
-        """Whether a row of `packs` holds a needed block that no live pack has besides."""
+        """Whether a row of `packs` holds a needed block that no live pack has as well.
+
+        One that lies there whole is as good as a delta.
+        """
         inside = schema.placements.alias("inside")
         return some(
             inside.c.pack_id == _packs.c.id,
@@ -151,8 +154,11 @@ def is_older_twin(placement: FromClause, twin: FromClause, home: FromClause) -> 
     """Whether another placement, in its pack, is the same as one, and the pack older and live."""
     own = _packs.alias("own")
     return and_(
-        _is_live_twin(placement, twin, home),
+        twin.c.block_id == placement.c.block_id,
+        twin.c.base_id.is_not_distinct_from(placement.c.base_id),
+        home.c.id == twin.c.pack_id,
         home.c.id < placement.c.pack_id,
+        home.c.state == FileState.LIVE,
         # Where projects share nothing, each keeps its own.
         own.c.id == placement.c.pack_id,
         home.c.project.is_not_distinct_from(own.c.project),
@@ -161,14 +167,10 @@ def is_older_twin(placement: FromClause, twin: FromClause, home: FromClause) -> 
 
 def _lies_in_another_live_pack(placement: FromClause) -> ColumnElement[bool]:
     twin, home = schema.placements.alias("twin"), _packs.alias("home")
-    return some(_is_live_twin(placement, twin, home), home.c.id != placement.c.pack_id)
-
-
-def _is_live_twin(placement: FromClause, twin: FromClause, home: FromClause) -> ColumnElement[bool]:
-    """Whether another placement has the same block, on the same base or none, in a live pack."""
-    return and_(
+    return some(
         twin.c.block_id == placement.c.block_id,
-        twin.c.base_id.is_not_distinct_from(placement.c.base_id),
+        or_(twin.c.base_id.is_(None), twin.c.base_id == placement.c.base_id),
         home.c.id == twin.c.pack_id,
+        home.c.id != placement.c.pack_id,
         home.c.state == FileState.LIVE,
     )

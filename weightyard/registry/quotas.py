@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from sqlalchemy import Connection, delete, func, insert, select
@@ -14,6 +16,30 @@ from weightyard.registry import audit, schema, uploads, versions
 from weightyard.registry.schema import FileState
 
 _q, _v, _m = schema.quotas, schema.versions, schema.models
+
+_MOST_UPLOADS = 1024
+"""Of so many it is known what their project stored; for another one it is counted again."""
+
+
+class Stored:
+    """What projects stored when their uploads began. Thread-safe.
+
+    To count it takes a look at every block of the project: too long for each of an upload's packs.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._bytes: OrderedDict[UploadId, int] = OrderedDict()
+
+    def known(self, upload: UploadId) -> int | None:
+        with self._lock:
+            return self._bytes.get(upload)
+
+    def note(self, upload: UploadId, stored_bytes: int) -> None:
+        with self._lock:
+            self._bytes[upload] = stored_bytes
+            while len(self._bytes) > _MOST_UPLOADS:
+                self._bytes.popitem(last=False)
 
 
 def get(tx: Connection, project: str) -> Quota:
@@ -40,30 +66,40 @@ def put(
     return get(tx, project)
 
 
-def require(tx: Connection, project: str, *, more_versions: int = 0) -> None:
-    """Raises QuotaExceeded if a project has more than it may, counting versions to come.
+def hold(tx: Connection, project: str) -> None:
+    """Keep others who take from a project's quota waiting until this transaction ends."""
+    tx.execute(select(_q.c.project).where(_q.c.project == project).with_for_update())
 
-    Called by a commit when all of the version is in place: what does not fit is rolled back. The
-    quota's row is the lock, so that two commits do not both take what is left.
+
+def require(tx: Connection, project: str, *, more_versions: int = 0) -> int | None:
+    """What a project stores, if that is limited.
+
+    Raises QuotaExceeded if it has more than it may, counting versions to come. Called by a commit
+    when all of the version is in place: what does not fit is rolled back. The quota's row is the
+    lock, so that two commits do not both take what is left.
     """
     row = tx.execute(select(_q).where(_q.c.project == project).with_for_update()).one_or_none()
     if row is None:
-        return
+        return None
     if row.versions is not None and (count := _count(tx, project) + more_versions) > row.versions:
         raise QuotaExceeded(
             f"project {project} would have {count} versions, its quota is {row.versions}: "
             "remove some"
         )
-    if row.stored_bytes is not None:
-        stored = versions.stored_bytes_of_project(tx, project)
-        if stored > row.stored_bytes:
-            raise QuotaExceeded(
-                f"project {project} would store {stored} bytes, its quota is {row.stored_bytes}: "
-                "remove versions"
-            )
+    if row.stored_bytes is None:
+        return None
+    stored = versions.stored_bytes_of_project(tx, project)
+    if stored > row.stored_bytes:
+        raise QuotaExceeded(
+            f"project {project} would store {stored} bytes, its quota is {row.stored_bytes}: "
+            "remove versions"
+        )
+    return stored
 
 
-def require_room(tx: Connection, upload: UploadId, coming: Sequence[Placement] = ()) -> None:
+def require_room(
+    tx: Connection, upload: UploadId, before: Stored, coming: Sequence[Placement] = ()
+) -> None:
     """Raises QuotaExceeded if what an upload has written, and is about to, does not fit any more.
 
     For whoever is about to send more: a commit would refuse it, after all was sent. What other
@@ -78,10 +114,15 @@ def require_room(tx: Connection, upload: UploadId, coming: Sequence[Placement] =
     if row is None:
         return
     written = _written(tx, row.id) + _new(tx, coming)
-    stored = versions.stored_bytes_of_project(tx, row.project) + written
-    if written and stored > row.stored_bytes:
+    known = before.known(upload)
+    if not written or (known is not None and known + written <= row.stored_bytes):
+        return
+    # Nobody is refused by what is known from before: versions may have been removed since.
+    known = versions.stored_bytes_of_project(tx, row.project)
+    before.note(upload, known)
+    if known + written > row.stored_bytes:
         raise QuotaExceeded(
-            f"project {row.project} would store more than {stored} bytes, its quota is "
+            f"project {row.project} would store more than {known + written} bytes, its quota is "
             f"{row.stored_bytes}: remove versions, then push again"
         )
 

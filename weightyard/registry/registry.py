@@ -8,21 +8,17 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from sqlalchemy import Connection
 
 from weightyard.closing import Closing
 from weightyard.errors import YardError
-from weightyard.format.manifest import Manifest
 from weightyard.format.pack import Placement
 from weightyard.names import (
     AliasName,
     BlockId,
-    Digest,
-    FilePath,
     ModelName,
-    PackId,
     Ref,
     TokenName,
     UploadId,
@@ -63,7 +59,6 @@ from weightyard.registry import (
     policies,
     preview,
     quotas,
-    received,
     replication,
     retention,
     runs,
@@ -75,12 +70,11 @@ from weightyard.registry.collect import GcOptions
 from weightyard.registry.database import Database
 from weightyard.registry.progress import Progress, silent
 from weightyard.registry.unchanged import Unchanged
+from weightyard.registry.upload import RegistryUpload
 from weightyard.registry.uploads import OpenUpload, Reading
-from weightyard.storage import layout
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.store import Store
-from weightyard.transfer.catalogue import ANYTHING, Anything, ManifestFile
-from weightyard.transfer.durable import least_replicas, make_durable
+from weightyard.transfer.catalogue import ANYTHING, Anything
 from weightyard.transfer.watching import Sighting, polled
 
 _P = ParamSpec("_P")
@@ -114,10 +108,14 @@ class Registry(Closing):
         self._store = store
         self._who = who
         self._lease_s = lease_s
+        self._looks = freshness.BriefLooks(store) if store is not None else None
+        self._stored = quotas.Stored()
         self._resolved: Unchanged[Ref, Version] = Unchanged(database)
         migrate.require_current(database)
 
     def close(self) -> None:
+        if self._looks is not None:
+            self._looks.close()
         self.database.close()
 
     def placements(
@@ -291,7 +289,9 @@ class Registry(Closing):
 
         def work(tx: Connection) -> Publication:
             runs.require_may_begin(tx, model, publication)
-            quotas.require(tx, model.project, more_versions=1)
+            stored = quotas.require(tx, model.project, more_versions=1)
+            if stored is not None:
+                self._stored.note(upload, stored)
             said = commits.name_parent(tx, publication)
             uploads.open_upload(tx, upload, model, author, self._lease_s, said)
             return said
@@ -315,7 +315,7 @@ class Registry(Closing):
         With `reading`, it claims and publishes only what may be read by whom that is for.
         """
         return RegistryUpload(
-            self.database, upload, publication, self._lease_s, reading, self._store
+            self.database, upload, publication, self._lease_s, reading, self._store, self._stored
         )
 
     def create_token(
@@ -491,105 +491,8 @@ class Registry(Closing):
         return self.database.write(work)
 
     def _require_newest(self) -> None:
-        if self._store is not None:
-            freshness.require_newest_if_told(self.database, self._store)
+        if self._looks is not None:
+            self._looks.require_newest(self.database)
 
     def _or_me(self, who: str | None) -> str:
         return self._who if who is None else who
-
-
-class RegistryUpload:
-    """A `weightyard.transfer.catalogue.Upload` in a database."""
-
-    def __init__(
-        self,
-        database: Database,
-        upload: UploadId,
-        publication: Publication,
-        lease_s: float,
-        reading: Reading | None = None,
-        store: Store | None = None,
-    ) -> None:
-        self._database = database
-        self._id = upload
-        self._publication = publication
-        self._lease_s = lease_s
-        self._reading = reading
-        self._store = store
-
-    @property
-    def id(self) -> UploadId:
-        return self._id
-
-    def claim(self, blocks: Sequence[BlockId]) -> Mapping[BlockId, Sequence[Placement]]:
-        self._database.write(lambda tx: uploads.revive(tx, self._id, blocks))
-        return self._write(uploads.claim, blocks, self._reading)
-
-    def begin_pack(self, pack: PackId) -> None:
-        said = self._publication
-        self.require_room()
-        self._write(uploads.begin_pack, pack, said.replication, said.policy)
-
-    def require_room(self, coming: Sequence[Placement] = ()) -> None:
-        """Raises QuotaExceeded if what is written, with what is coming, has no room any more."""
-        self._database.read(lambda tx: quotas.require_room(tx, self._id, coming))
-
-    def add_pack(self, pack: PackId, pack_bytes: int, placements: Sequence[Placement]) -> None:
-        self._write(uploads.add_pack, pack, pack_bytes, placements)
-
-    def awaits_pack(self, pack: PackId) -> bool:
-        """Whether a pack it began is still to be added. Raises UploadExpired for any other."""
-        return self._write(uploads.awaits_pack, pack)
-
-    def heartbeat(self) -> None:
-        self._write(uploads.heartbeat, self._lease_s)
-
-    def finish_rank(self, rank: int) -> None:
-        self._write(runs.finish_rank, rank)
-
-    def begin_manifest(self, file: ManifestFile) -> None:
-        copies = self._publication.replication
-        self._write(uploads.begin_manifest, file.digest, file.stored_bytes, copies)
-
-    def commit(
-        self, digest: Digest, manifest: Manifest, publication: Publication, key: str
-    ) -> Version:
-        if self._store is not None:
-            freshness.require_newest(self._database, self._store)
-            self._make_durable(self._store, publication)
-        return self._write(commits.commit, digest, manifest, publication, key, self._reading)
-
-    def _make_durable(self, store: Store, publication: Publication) -> None:
-        """See that packs found by a claim are where this version needs them, as its own ones are.
-
-        Whoever wrote them may have asked for a single copy. Raises UnderReplicated.
-        """
-        wanted = least_replicas(store, publication.replication)
-        if wanted > 1:
-            doubtful = self._database.read(lambda tx: uploads.doubtful_packs(tx, self._id, wanted))
-            make_durable(store, [layout.pack(pack) for pack in doubtful], wanted)
-
-    def committed(self, key: str) -> Version | None:
-        """The version this upload became under a key, if its commit was done before."""
-        return self._database.read(lambda tx: commits.find_done(tx, key, self._id))
-
-    def put_file(self, path: FilePath, manifest: bytes) -> None:
-        """Keep which blocks a received file became."""
-        self._write(received.put, path, manifest)
-
-    def received(self) -> list[bytes]:
-        """The manifests of the files received so far, by path."""
-        return self._database.write(lambda tx: received.manifests(tx, self._id))
-
-    def abandon(self) -> None:
-        self._database.write(lambda tx: uploads.abandon(tx, self._id))
-
-    def _write(
-        self,
-        step: Callable[Concatenate[Connection, UploadId, _P], _T],
-        *arguments: _P.args,
-        **options: _P.kwargs,
-    ) -> _T:
-        """Run a step that may be repeated, once more if its answer was lost."""
-
-        return self._database.write_twice(lambda tx: step(tx, self._id, *arguments, **options))

@@ -110,7 +110,7 @@ def _behind(service: Service) -> Callable[[FastAPI], Any]:
     """What a process does while it serves: writes out records, and looks for new events."""
 
     async def flush() -> None:
-        await service.ask(service.registry.flush_outbox, service.store)
+        await service.ask_store(service.registry.flush_outbox, service.store)
 
     async def look() -> None:
         service.wake.tell(await service.ask(service.registry.newest_event))

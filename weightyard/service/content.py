@@ -72,7 +72,11 @@ WantedPart = Annotated[_Part, Depends(_part)]
 
 async def _manifest(yard: Service, model: ModelName, number: int) -> tuple[Version, Manifest]:
     version = await yard.ask(yard.registry.resolve_readable, model, number)
-    return version, await yard.ask(yard.manifests.get, Digest(version.digest))
+    digest = Digest(version.digest)
+    known = yard.manifests.known(digest)
+    if known is None:
+        known = await yard.ask_store(yard.manifests.get, digest)
+    return version, known
 
 
 def _manifest_schema() -> dict[str, Any]:

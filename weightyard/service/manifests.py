@@ -23,12 +23,17 @@ class Manifests:
         self._known: OrderedDict[Digest, Manifest] = OrderedDict()
         self._entries = 0
 
-    def get(self, digest: Digest) -> Manifest:
-        """Raises FileMissing, ManifestInvalid, UnknownFormat."""
+    def known(self, digest: Digest) -> Manifest | None:
+        """One that is kept, for which the store is not asked."""
         with self._lock:
             if (known := self._known.get(digest)) is not None:
                 self._known.move_to_end(digest)
-                return known
+            return known
+
+    def get(self, digest: Digest) -> Manifest:
+        """Raises FileMissing, ManifestInvalid, UnknownFormat."""
+        if (known := self.known(digest)) is not None:
+            return known
         manifest = read_manifest(self._store, digest)
         if _entries(manifest) <= _MOST_ENTRIES:
             with self._lock:

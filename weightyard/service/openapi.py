@@ -220,6 +220,7 @@ _RECORDS: tuple[BaseModel, ...] = (
         namenode_objects=10,
         cold_load_bytes=147400704,
         shared_with={"team/bert@v2": 217638656},
+        shared_with_is_complete=True,
     ),
     Alias(model="team/bert", alias="prod", version=3),
     AliasMove(

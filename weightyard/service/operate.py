@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from functools import partial
 from importlib.metadata import version
 from typing import Any, Literal
 
@@ -27,6 +28,8 @@ open_router = APIRouter(tags=["operate"], responses=RESPONSES)
 """All that is answered without asking who calls."""
 
 _READY_KEPT_S = 2.0
+_LOOK_S = 3.0
+"""How long database and store may take to answer; those who probe wait for little longer."""
 
 
 class Health(BaseModel):
@@ -65,11 +68,12 @@ async def health() -> Health:
     },
 )
 async def ready(yard: Yard) -> Response:
-    """The process can serve: its database and its store answer."""
-    known = yard.readiness
-    if known is None or time.monotonic() - known[0] > _READY_KEPT_S:
-        found = await yard.ask(_look, yard)
-        known = yard.readiness = (time.monotonic(), found)
+    """The process can serve: its database and its store answer, within three seconds each."""
+    async with yard.looking:  # anybody may ask, as often as they like: that must not cost threads
+        known = yard.readiness
+        if known is None or time.monotonic() - known[0] > _READY_KEPT_S:
+            found = await yard.ask(_look, yard)
+            known = yard.readiness = (time.monotonic(), found)
     found = known[1]
     return JSONResponse(found.model_dump(), 200 if found.status == "ok" else 503)
 
@@ -77,12 +81,13 @@ async def ready(yard: Yard) -> Response:
 def _look(yard: Service) -> Readiness:
     database = store = True
     try:
-        yard.registry.newest_event()
+        yard.watched_database.call("asking the database", _LOOK_S, yard.registry.newest_event)
     except YardError as why:
         _log.warning("service.database_unavailable", reason=why)
         database = False
     try:
-        yard.store.stat(layout.YARD)
+        see = partial(yard.store.stat, layout.YARD)
+        yard.watched_store.call("asking the store", _LOOK_S, see)
     except YardError as why:
         _log.warning("service.store_unavailable", reason=why)
         store = False

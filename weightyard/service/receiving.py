@@ -12,7 +12,6 @@ from weightyard.errors import (
     BlockMissing,
     PackInvalid,
     Refused,
-    UnderReplicated,
 )
 from weightyard.format import manifest as manifests
 from weightyard.format.assembly import manifest_of
@@ -22,13 +21,18 @@ from weightyard.format.pack import HEADER_BYTES, Placement, check_header
 from weightyard.format.splitting import Part, Piece, Split, split_file
 from weightyard.names import Digest, FilePath, PackId
 from weightyard.records import Publication
-from weightyard.registry.registry import RegistryUpload
+from weightyard.registry.upload import RegistryUpload
 from weightyard.service.ranges import Span
 from weightyard.service.sending import wanted_in
 from weightyard.service.state import Service
 from weightyard.storage import layout
 from weightyard.storage.store import FileOptions, Store
-from weightyard.transfer.durable import REPLICAS_TIMEOUT_S, least_replicas, require_replicas
+from weightyard.transfer.durable import (
+    REPLICAS_TIMEOUT_S,
+    least_replicas,
+    require_replicas,
+    too_few,
+)
 from weightyard.transfer.gather import MAX_CONFIG_BYTES, parsed_config
 from weightyard.transfer.plan import Wanted
 from weightyard.transfer.publish import store_manifest
@@ -182,6 +186,6 @@ def check_pack(
         raise PackInvalid(f"pack {pack} has {location.length} bytes, not {pack_bytes}")
     found = min((len(span.replicas) for span in location.spans), default=replicas)
     if found < replicas:
-        raise UnderReplicated(f"pack {pack} is on {found} DataNodes, {replicas} are required")
+        raise too_few(f"pack {pack}", found, replicas)
     if read_pack_index(store, pack) != tuple(placements):
         raise PackInvalid(f"pack {pack} does not hold what was said")

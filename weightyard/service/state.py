@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +25,7 @@ from weightyard.service.uses import Uses
 from weightyard.service.wake import Wake
 from weightyard.settings import Settings
 from weightyard.storage.store import Store
+from weightyard.storage.watched import Watched
 
 _log = Log(__name__)
 
@@ -35,6 +37,8 @@ class _Threads(NamedTuple):
     """How many calls of a kind run at once. None of them waits for threads of another kind."""
 
     short: int
+    """On the database: a store that is silent must not keep those waiting who do not need it."""
+    stored: int
     bulk: int
     """Files being split, encoded and written, each of which holds up to a pack in memory."""
     sent: int
@@ -43,8 +47,8 @@ class _Threads(NamedTuple):
     """They may wait for DataNodes, but must not wait for those who send files for hours."""
 
 
-_THREADS = {True: _Threads(6, 3, 3, 2), False: _Threads(16, 6, 5, 3)}
-"""On SQLite and elsewhere; together fewer than the database gives connections."""
+_THREADS = {True: _Threads(5, 2, 3, 3, 2), False: _Threads(13, 4, 6, 5, 3)}
+"""On SQLite and elsewhere; together no more than the database gives connections."""
 
 
 @dataclass
@@ -66,7 +70,12 @@ class Service:
     manifests: Manifests = field(init=False)
     listeners: int = 0
     readiness: tuple[float, Any] | None = None
+    looking: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held by whoever finds out whether this process can serve."""
+    watched_database: Watched = field(default_factory=lambda: Watched(most=1))
+    watched_store: Watched = field(default_factory=lambda: Watched(most=1))
     _short: CapacityLimiter = field(init=False)
+    _stored: CapacityLimiter = field(init=False)
     _bulk: CapacityLimiter = field(init=False)
     _sent: CapacityLimiter = field(init=False)
     _commits: CapacityLimiter = field(init=False)
@@ -74,12 +83,17 @@ class Service:
     def __post_init__(self) -> None:
         self.manifests = Manifests(self.store)
         limiters = map(CapacityLimiter, _THREADS[self.registry.database.is_sqlite])
-        self._short, self._bulk, self._sent, self._commits = limiters
+        self._short, self._stored, self._bulk, self._sent, self._commits = limiters
 
     async def ask(self, call: Callable[_P, _T], *values: _P.args, **named: _P.kwargs) -> _T:
-        """Run a short call on the database or the store in a thread."""
+        """Run a short call on the database in a thread."""
         work = partial(call, *values, **named)
         return await anyio.to_thread.run_sync(work, limiter=self._short)
+
+    async def ask_store(self, call: Callable[_P, _T], *values: _P.args, **named: _P.kwargs) -> _T:
+        """Run a short call that needs the store, which may take long to say that it is away."""
+        work = partial(call, *values, **named)
+        return await anyio.to_thread.run_sync(work, limiter=self._stored)
 
     async def note_use(
         self, name: str, note: Callable[_P, None], *values: _P.args, **named: _P.kwargs

@@ -15,7 +15,8 @@ from weightyard.errors import Retryable
 from weightyard.logs import Log
 from weightyard.names import AliasName, Digest, FilePath, PackId, Ref
 from weightyard.records import Publication, Role, Version
-from weightyard.registry.registry import LEASE_S, RegistryUpload
+from weightyard.registry.registry import LEASE_S
+from weightyard.registry.upload import RegistryUpload
 from weightyard.registry.uploads import OpenUpload
 from weightyard.service.auth import Caller, GuardedRoute, Opened, Principal, needs
 from weightyard.service.etags import quoted
@@ -136,7 +137,7 @@ async def packs(yard: Yard, caller: Caller, opened: Opened, body: PackSteps) -> 
     for added in body.add:
         pack = PackId(added.pack)
         placements = await yard.ask(placements_in, added.pack, added.entries)
-        await yard.ask(check_pack, yard.store, pack, added.bytes, placements, replicas)
+        await yard.ask_store(check_pack, yard.store, pack, added.bytes, placements, replicas)
         await yard.ask(handle.add_pack, pack, added.bytes, placements)
 
 

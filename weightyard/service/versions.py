@@ -111,8 +111,12 @@ async def cost(
         Query(ge=1, le=512, description="How often a pack is kept; left out: as the store does"),
     ] = None,
 ) -> Cost:
-    """What a version costs, what removing it would give back, and what it shares with whom."""
-    kept = copies or (await yard.ask(yard.store.stat, layout.YARD)).replication
+    """What a version costs, what removing it would give back, and what it shares with whom.
+
+    Of very many that share only some are looked at; `shared_with_is_complete` says whether these
+    are all of which one may know.
+    """
+    kept = copies or (await yard.ask_store(yard.store.stat, layout.YARD)).replication
     found = await yard.ask(yard.registry.cost, Ref(model, number), copies=kept)
     shared = {
         ref: shared_bytes
@@ -129,7 +133,7 @@ async def keep(
 ) -> Version:
     """Ask for copies or an HDFS storage policy. A pack is kept as the most demanding of the
     versions using it asks; the store follows in its own time."""
-    kept = await yard.ask(
+    kept = await yard.ask_store(
         yard.registry.keep_on,
         yard.store,
         Ref(model, number),
