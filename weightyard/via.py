@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Literal
 import msgspec
 
 from weightyard.closing import Closing
-from weightyard.errors import ForeignStore, StoreUnavailable, Unsupported, YardError
+from weightyard.errors import ForeignStore, Retryable, StoreUnavailable, Unsupported, YardError
 from weightyard.format.assembly import manifest_of
 from weightyard.format.manifest import FileEntry, Manifest
 from weightyard.logs import Log
@@ -35,7 +35,7 @@ from weightyard.transfer.appearing import appearing
 from weightyard.transfer.bases import bases_of
 from weightyard.transfer.catalogue import Catalogue, Upload
 from weightyard.transfer.durable import least_replicas
-from weightyard.transfer.folder import read_folder
+from weightyard.transfer.folder import is_there, read_folder
 from weightyard.transfer.gather import Gathered
 from weightyard.transfer.once import read_whole
 from weightyard.transfer.publish import publish, read_manifest
@@ -46,6 +46,7 @@ from weightyard.transfer.writer import Content, WriteOptions, Writer
 
 if TYPE_CHECKING:
     from weightyard.client.catalogue import HttpCatalogue
+    from weightyard.client.upload import HttpUpload
 
 _log = Log(__name__)
 
@@ -104,18 +105,19 @@ class Via(Closing):
     def manifest(self, version: Version, deadline: Deadline) -> Manifest:
         """What a version consists of, its digest checked. Raises Damaged, Retryable.
 
-        `deadline`: until when a service is waited for; a store has its own.
+        `deadline`: until when it is waited for; a store has its own besides.
         """
 
     @abstractmethod
     def reader(self, version: Version, manifest: Manifest, deadline: Deadline) -> ReadsBlocks:
-        """Who reads a version's blocks. `deadline`: the same."""
+        """Who reads a version's blocks. `deadline`: until when a service is waited for."""
 
     @abstractmethod
     def pull(self, incoming: Incoming, progress: Progress | None) -> None:
         """Put files of a version into a folder. Each appears when it is whole and verified.
 
-        Raises Conflict (one is there already), Damaged, Retryable.
+        One that is there, as it should be, stays. Raises Conflict (another is there), Damaged,
+        Retryable.
         """
 
     @abstractmethod
@@ -139,7 +141,11 @@ class ViaStore(Via):
         return self._store
 
     def manifest(self, version: Version, deadline: Deadline) -> Manifest:
-        return read_manifest(self._store, Digest(version.digest))
+        try:
+            return read_manifest(self._store, Digest(version.digest), deadline)
+        except Retryable:
+            deadline.left(f"reading the manifest of {version.ref}")  # then that is why it failed
+            raise
 
     def reader(self, version: Version, manifest: Manifest, deadline: Deadline) -> Reader:
         return Reader(self._store, self._catalogue, settings=self._settings)
@@ -150,6 +156,9 @@ class ViaStore(Via):
 
     def push(self, outgoing: Outgoing, progress: Progress | None) -> Pushed:
         upload = self._catalogue.open_upload(outgoing.model, outgoing.publication)
+        return self.push_under(upload, outgoing, progress)
+
+    def push_under(self, upload: Upload, outgoing: Outgoing, progress: Progress | None) -> Pushed:
         return _push(outgoing, self, self._catalogue, upload, self._store, progress)
 
     def close(self) -> None:
@@ -202,6 +211,9 @@ class ViaService(Via):
         told = progress or (lambda done_bytes: None)
         for file in incoming.files:
             target = incoming.folder.joinpath(*file.name.parts)
+            if is_there(incoming.manifest, file, target):
+                told(file.bytes)
+                continue
             with appearing(target) as partial:
                 with translated(target), partial.open("wb") as out:
                     self._catalogue.fetch_file(ref, file.name, out, told, incoming.deadline)
@@ -209,6 +221,11 @@ class ViaService(Via):
 
     def push(self, outgoing: Outgoing, progress: Progress | None) -> Pushed:
         upload = self._catalogue.open_upload(outgoing.model, outgoing.publication)
+        return self.push_under(upload, outgoing, progress)
+
+    def push_under(
+        self, upload: HttpUpload, outgoing: Outgoing, progress: Progress | None
+    ) -> Pushed:
         from weightyard.client.store import ServiceStore
 
         with ServiceStore(upload, self._catalogue.connection.host) as store:
@@ -233,7 +250,7 @@ class ViaEither(Via):
         self._locator = catalogue.locator(settings)
         self._lock = threading.Lock()
         self._reading: Via | None = None
-        self._writing: Via | None = None
+        self._writing: ViaStore | ViaService | None = None
 
     @property
     def store(self) -> Store:
@@ -256,7 +273,9 @@ class ViaEither(Via):
         self._for_reading().pull(incoming, progress)
 
     def push(self, outgoing: Outgoing, progress: Progress | None) -> Pushed:
-        return self._for_writing().push(outgoing, progress)
+        # First, so that what is left of trying the store has a row, too, whenever this is killed.
+        upload = self._catalogue.open_upload(outgoing.model, outgoing.publication)
+        return self._for_writing(upload.id).push_under(upload, outgoing, progress)
 
     def close(self) -> None:
         for way in (self._reading, self._writing):
@@ -269,12 +288,16 @@ class ViaEither(Via):
                 self._reading = self._from_datanodes() or self._to_store(_require_reading)
             return self._reading
 
-    def _for_writing(self) -> Via:
+    def _for_writing(self, upload: UploadId) -> ViaStore | ViaService:
         reading = self._for_reading()
         with self._lock:
             if self._writing is None or _is_due(self._writing):
-                by_service = isinstance(reading, ViaService)
-                self._writing = reading if by_service else self._to_store(_require_writing)
+                if isinstance(reading, ViaService):
+                    self._writing = reading
+                else:
+                    self._writing = self._to_store(
+                        lambda store, about: _require_writing(store, upload)
+                    )
             return self._writing
 
     def _from_datanodes(self) -> ViaDataNodes | None:
@@ -298,7 +321,7 @@ class ViaEither(Via):
         opened = open_store(url, self._settings, locator=locator)
         return ViaDataNodes(opened, self._catalogue, self._settings)
 
-    def _to_store(self, require: Callable[[Store, About], None]) -> Via:
+    def _to_store(self, require: Callable[[Store, About], None]) -> ViaStore | ViaService:
         """Straight to the store, or if that fails a short try through the service, saying so."""
         url = self._about.store
         try:
@@ -398,10 +421,9 @@ def _require_reading(store: Store, about: About) -> None:
         raise ForeignStore(f"{store.url} is yard {found} here, {about.yard_id} for the service")
 
 
-def _require_writing(store: Store, about: About) -> None:
-    """See that a file can be made in the store; it is taken away again."""
-    upload = UploadId.new()
-    with store.stage(layout.staging(upload, "probe"), FileOptions(planned_bytes=1)) as stage:
+def _require_writing(store: Store, upload: UploadId) -> None:
+    """See that a file can be made in the store, under an upload; it is taken away again."""
+    with store.stage(layout.probe(upload), FileOptions(planned_bytes=1)) as stage:
         stage.write(b"?")
         staged = stage.close()
     store.delete(staged.path)

@@ -283,8 +283,9 @@ class Yard(Catalogued, Loads, Closing):
 
         The folder is made if need be, and returned. `include`, `exclude`: patterns of the version's
         paths. `progress`: is told of raw bytes as they are done, from any thread. A pushed state
-        dict comes as `model.safetensors`. Raises NoSuchThing, Conflict (a file is there already),
-        Refused, Unsupported (a dtype such a file cannot have), Damaged, Retryable.
+        dict comes as `model.safetensors`. Files that are there with the same content stay, so a
+        pull that was interrupted can be repeated. Raises NoSuchThing, Conflict (another file is
+        there), Refused, Unsupported (a dtype such a file cannot have), Damaged, Retryable.
         """
         version = self._version_to_use(ref)
         manifest = self._manifest_of(version)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from cli_runs import Cli
+from service_world import World, served
 from waiting import eventually
 
 BERT = "team/bert"
@@ -51,6 +52,33 @@ def test_the_command_runs_at_every_move_even_if_it_fails_until_the_end(
     assert [note["REF"] for note in told] == [f"{BERT}@v1", f"{BERT}@v2"]
     assert [note["VERSION"] for note in told] == ["1", "2"]
     assert told[1]["DIGEST"] == cli.json("show", PROD)["digest"]
+    assert told[1]["files"] == ["config.json", "model.safetensors"]
+
+
+def test_a_move_behind_a_service_is_told_and_not_found_by_asking(
+    cli: Cli, world: World, base: Path, tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script, notes = tmp_path / "note.py", tmp_path / "notes"
+    script.write_text(NOTE)
+    notes.write_text("")
+    with served(world.app) as url:
+        monkeypatch.setenv("WEIGHTYARD_URL", url)
+        monkeypatch.setenv("WEIGHTYARD_TOKEN", world.secrets["writer"])
+        cli.ok("push", base, BERT, "--alias", "prod")
+        line = f"{sys.executable} {script} {notes}"
+        following = subprocess.Popen(
+            cli.command("follow", PROD, "--exec", line, "--poll", "3600"), stderr=-1, text=True
+        )
+        try:
+            eventually(lambda: notes.read_text().count("\n") == 1)
+            cli.ok("push", tuned, BERT, "--alias", "prod")
+            eventually(lambda: notes.read_text().count("\n") == 2)
+        finally:
+            following.terminate()
+            _, err = following.communicate(timeout=120)
+    assert following.returncode == 143, err
+    told = [json.loads(note) for note in notes.read_text().splitlines()]
+    assert [note["REF"] for note in told] == [f"{BERT}@v1", f"{BERT}@v2"]
     assert told[1]["files"] == ["config.json", "model.safetensors"]
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import filecmp
 import os
-from collections.abc import Iterator
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -15,11 +18,13 @@ from cli_runs import Cli
 from hdfs_native import WriteOptions
 from patience import be_patient
 from service_world import served
+from sqlalchemy import insert
 
+import weightyard
 from weightyard.errors import Conflict
 from weightyard.names import FilePath, TokenName
 from weightyard.records import Role
-from weightyard.registry import migrate
+from weightyard.registry import migrate, schema
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.service.app import create_app
@@ -93,6 +98,62 @@ def test_the_story_of_the_readme_works_on_hdfs(
     checked = hdfs.json("check", "--read-data")
     assert checked["clean"]
     assert checked["read_bytes"] > checked["stored_bytes"]  # more than one replica
+
+
+def test_the_same_by_a_service_on_hdfs_and_postgresql(
+    hdfs: Cli,
+    base: Path,
+    tuned: Path,
+    tmp_path: Path,
+    postgres: Callable[[], str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store, database = os.environ["WEIGHTYARD_STORE"], postgres()
+    monkeypatch.setenv("WEIGHTYARD_DB", database)
+    secret = hdfs.ok("token", "create", "story", "--role", "admin", "-q").strip()
+    monkeypatch.delenv("WEIGHTYARD_DB")
+    monkeypatch.delenv("WEIGHTYARD_STORE")
+    with serving(hdfs, tmp_path / "log", "--store", store, "--db", database) as url:
+        monkeypatch.setenv("WEIGHTYARD_URL", url)
+        monkeypatch.setenv("WEIGHTYARD_TOKEN", secret)
+        hdfs.ok("push", base, BERT, "--alias", "prod", "-m", "first try")
+        pushed = hdfs.json("push", tuned, BERT, "--parent", f"{BERT}@prod")
+        assert 0 < pushed["new_bytes"] < pushed["logical_bytes"]
+        assert BERT in hdfs.ok("ls")
+        changed = hdfs.json("diff", f"{BERT}@v1", f"{BERT}@v2")
+        assert changed["tensors_changed"] == ["model.safetensors:head"]
+        hdfs.ok("alias", "set", BERT, "prod", "v2", "--reason", "better")
+        assert pulled_as(hdfs, tmp_path / "new", tuned)
+        hdfs.ok("alias", "rollback", BERT, "prod")
+        assert pulled_as(hdfs, tmp_path / "old", base)
+        shown = hdfs.json("show", f"{BERT}@prod", "--tensors")
+        assert (shown["number"], shown["message"], shown["author"]) == (1, "first try", "story")
+        assert {one["name"] for one in shown["content"]["tensors"]} == {"trunk", "head"}
+
+
+def pulled_as(hdfs: Cli, into: Path, model: Path) -> bool:
+    """Whether @prod is these files, to the byte."""
+    hdfs.ok("pull", f"{BERT}@prod", into)
+    names = sorted(file.name for file in into.iterdir())
+    assert names == sorted(file.name for file in model.iterdir())
+    return filecmp.cmpfiles(model, into, names, shallow=False)[0] == names
+
+
+@contextmanager
+def serving(cli: Cli, log: Path, *options: str) -> Iterator[str]:
+    """The service as a process of its own."""
+    with log.open("wb") as out:
+        process = subprocess.Popen(cli.command("serve", "--port", "0", *options), stderr=out)
+    try:
+        end = time.monotonic() + LIMIT_S
+        while not (found := re.search(r" on (http://\S+)", log.read_text())):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        yield found[1]
+    finally:
+        process.terminate()
+        process.wait(LIMIT_S)
 
 
 @pytest.mark.parametrize("way", ["straight", "by service"])
@@ -241,6 +302,19 @@ def test_doctor_says_which_way_bytes_come_and_who_can_read_them(hdfs: Cli, base:
     hdfs.ok("init", "--mode", "0755")
     found = {one["check"]: one for one in hdfs.json("doctor")["findings"]}
     assert found["isolation"]["state"] == "warn"
+
+
+def test_doctor_warns_before_the_journal_is_more_than_a_folder_of_hdfs_may_hold(
+    hdfs: Cli, base: Path
+) -> None:
+    hdfs.ok("push", base, BERT)
+    assert "journal" not in {one["check"] for one in hdfs.json("doctor")["findings"]}
+    with weightyard.open() as yard:
+        row = {"id": 500_001, "at_ms": 0}
+        yard.registry.database.write(lambda tx: tx.execute(insert(schema.journal), [row]))
+    (found,) = [one for one in hdfs.json("doctor")["findings"] if one["check"] == "journal"]
+    assert found["state"] == "warn"
+    assert "dfs.namenode.fs-limits.max-directory-items" in found["advice"]
 
 
 def test_a_user_without_permission_is_told_so(

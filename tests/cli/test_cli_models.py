@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import filecmp
+import os
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +213,37 @@ def test_only_files_that_fit_are_pushed_and_pulled(cli: Cli, base: Path, tmp_pat
     pulled = cli.json("pull", BERT, tmp_path / "out", "--include", "*.json")
     assert (pulled["files"], pulled["bytes"]) == (1, 13)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["config.json"]
+
+
+def test_a_pull_that_was_killed_goes_on_with_the_files_that_are_not_there(
+    cli: Cli, tmp_path: Path
+) -> None:
+    model, out = tmp_path / "model", tmp_path / "out"
+    model.mkdir()
+    for name in ("a.bin", "b.bin", "c.bin"):
+        (model / name).write_bytes(os.urandom(3_000_000))
+    cli.ok("push", model, BERT)
+    killed = subprocess.run([sys.executable, "-c", _KILLED_IN_B, BERT, out], timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert sorted(file.name for file in out.glob("*.bin")) == ["a.bin"]
+    before = (out / "a.bin").stat().st_ino
+    assert cli.json("pull", BERT, out)["files"] == 3
+    assert (out / "a.bin").stat().st_ino == before
+    assert all((out / file.name).read_bytes() == file.read_bytes() for file in model.iterdir())
+
+
+_KILLED_IN_B = """
+import os, pathlib, signal, sys, weightyard
+
+ref, out = sys.argv[1], pathlib.Path(sys.argv[2])
+
+def told(done_bytes):
+    if (out / "a.bin").exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with weightyard.open() as yard:
+    yard.pull(ref, out, progress=told)
+"""
 
 
 def test_one_file_can_be_pushed(cli: Cli, base: Path) -> None:

@@ -26,7 +26,9 @@ from weightyard.names import ModelName
 from weightyard.opening import open_yard
 from weightyard.records import About
 from weightyard.settings import Settings
-from weightyard.storage.store import Store
+from weightyard.storage import layout
+from weightyard.storage.local import LocalStore
+from weightyard.storage.store import Store, StorePath
 
 NOBODY_THERE = "hdfs://127.0.0.1:1/yard"
 
@@ -87,6 +89,23 @@ def test_a_host_that_cannot_reach_the_store_pushes_and_pulls_all_the_same(
     assert len(said(caplog)) == 1, "it was reached"
 
 
+def test_what_a_push_leaves_that_is_killed_while_it_tries_the_store_has_a_row(
+    world: World, opens: Opens, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def delete(store: LocalStore, path: StorePath) -> bool:
+        raise Killed
+
+    with opens() as yard, monkeypatch.context() as killing:
+        killing.setattr(LocalStore, "delete", delete)
+        with pytest.raises(Killed):
+            yard.push(folder, "team/bert")
+    assert len(list(world.store.list(layout.STAGING))) == 1
+    assert world.registry.check(world.store).is_clean, "gc finds it"
+
+
 @pytest.mark.parametrize("via", ["store", "service"])
 def test_diff_names_a_small_tensor_that_changed_and_not_its_neighbours(
     opens: Opens, tmp_path: Path, via: str
@@ -117,6 +136,31 @@ def test_only_files_that_fit_come_through_the_service(
         with pytest.raises(Conflict, match="there already"):
             yard.pull("team/bert", tmp_path / "out")
     assert (tmp_path / "out" / "config.json").read_text() == "mine"
+
+
+@pytest.mark.parametrize("via", ["store", "service"])
+def test_files_that_are_there_as_they_should_be_are_not_pulled_again(
+    opens: Opens, folder: Path, tmp_path: Path, via: str
+) -> None:
+    with opens(via=via) as yard:
+        pushed = yard.push(folder, "team/bert")
+        out = yard.pull("team/bert", tmp_path / "out")
+        (out / "config.json").unlink()
+        before = {file: file.stat().st_ino for file in out.rglob("*.*")}
+        moved: list[int] = []
+        yard.pull("team/bert", out, progress=moved.append)
+        assert same(folder, out)
+        assert sum(moved) == pushed.logical_bytes
+        assert {file: file.stat().st_ino for file in before} == before
+        with (out / "model.safetensors").open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"?")
+        with pytest.raises(Conflict, match=r"model\.safetensors is there already"):
+            yard.pull("team/bert", out)
+        (out / "model.safetensors").unlink()
+        (out / "model.safetensors").symlink_to(folder / "model.safetensors")
+        with pytest.raises(Conflict, match="there already"):
+            yard.pull("team/bert", out)
 
 
 @pytest.mark.parametrize("there", ["nothing", "another yard", "something else"])

@@ -157,6 +157,25 @@ def test_entries_read_together_are_as_each_read_alone() -> None:
     assert read_entries([]) == []
 
 
+def test_changed_entries_read_together_are_refused_or_as_each_read_alone() -> None:
+    chance = random.Random(9)
+    entries = [entry_bytes(placement) for placement in built(*EXAMPLES)[2]]
+    good = 0
+    for _ in range(ROUNDS):
+        together = [(entry, PACK) for entry in chance.choices(entries, k=chance.randint(1, 4))]
+        changed = chance.randrange(len(together))
+        together[changed] = (changed_bytes(together[changed][0], chance), PACK)
+        try:
+            alone = [read_entry(*entry) for entry in together]
+        except PackInvalid:
+            with pytest.raises(PackInvalid):
+                read_entries(together)
+            continue
+        good += 1
+        assert read_entries(together) == alone
+    assert 0 < good < ROUNDS / 2
+
+
 def test_entries_that_hold_segments_of_one_another_are_refused() -> None:
     """Laid one after the other they would read well: the first lacks what the second has."""
     whole = next(

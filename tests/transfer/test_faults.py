@@ -338,7 +338,8 @@ def test_too_few_replicas_in_time_is_an_error_and_the_pack_cannot_be_claimed(
 ) -> None:
     store = LocalStore(tmp_path)
     store.init()
-    with pytest.raises(UnderReplicated, match="on 1 DataNodes, 2 are required"):
+    said = "on 1 DataNodes, 2 are required: start another DataNode, or push with --replication 1"
+    with pytest.raises(UnderReplicated, match=said):
         Yard(store, "noise", WriteOptions(min_replicas=2, replicas_timeout_s=0.05))
 
 

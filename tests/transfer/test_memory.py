@@ -7,7 +7,7 @@ import weakref
 import numpy as np
 
 from weightyard.format.block import MIB
-from weightyard.transfer.memory import Buffers
+from weightyard.transfer.memory import Buffers, SpareMemory
 
 
 def test_buffers_are_used_again_and_those_of_others_left_alone() -> None:
@@ -51,3 +51,18 @@ def test_a_short_piece_does_not_hold_a_long_buffer() -> None:
     long = buffers.take(16 * MIB)
     buffers.give(long)
     assert len(memoryview(buffers.take(3 * MIB).obj)) == 3 * MIB
+
+
+def test_what_one_writer_leaves_is_the_next_ones_within_a_bound() -> None:
+    spare = SpareMemory(3 * MIB)
+    buffers = Buffers(spare)
+    lent, first, second = (buffers.take(2 * MIB) for _ in range(3))
+    for one in (first, second):
+        buffers.give(one)
+    buffers.leave()
+    buffers.give(lent)  # too late: whoever failed may still be at it
+    following = Buffers(spare)
+    assert following.take(2 * MIB).obj is second.obj, "its pages were touched last"
+    used = {id(one.obj) for one in (lent, first, second)}
+    assert id(following.take(2 * MIB).obj) not in used
+    assert id(buffers.take(2 * MIB).obj) not in used

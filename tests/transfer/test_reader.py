@@ -434,3 +434,55 @@ def test_what_is_not_wanted_stays_untouched(filled: Filled) -> None:
     Reader(filled.store, filled.catalogue).read([Wanted(block, 12345, out.data[MIB : 2 * MIB])])
     assert out[MIB : 2 * MIB].tobytes() == data[12345 : 12345 + MIB]
     assert set(out[:MIB]) | set(out[2 * MIB :]) == {0xAA}
+
+
+class HangsAtTheSecondLook(StaleOnce):
+    """Tells where a pack lies once; whoever asks again waits, as for a NameNode that is silent."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store)
+        self.is_asked, self.is_over = threading.Event(), threading.Event()
+        self.asked_within_s: list[float | None] = []
+
+    def locate(self, path: layout.StorePath, *, timeout_s: float | None = None) -> Location:
+        found = super().locate(path, timeout_s=timeout_s)
+        if self._located[path.text] == 2:
+            self.asked_within_s.append(timeout_s)
+            self.is_asked.set()
+            self.is_over.wait(LIMIT_S)
+        return found
+
+
+@pytest.fixture
+def silent(filled: Filled) -> Iterator[HangsAtTheSecondLook]:
+    store = HangsAtTheSecondLook(filled.store)
+    yield store
+    store.is_over.set()
+
+
+def test_asking_again_where_a_pack_lies_ends_with_the_reads_time(
+    filled: Filled, silent: HangsAtTheSecondLook
+) -> None:
+    began = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        Reader(silent, filled.catalogue, learned=Learned()).read(
+            wanted(filled.buffers()), timeout_s=2.0
+        )
+    assert time.monotonic() - began < LIMIT_S / 2
+    assert silent.asked_within_s
+    assert all(one is not None and one <= 2.0 for one in silent.asked_within_s)
+
+
+def test_asking_again_where_a_pack_lies_ends_when_the_read_is_cancelled(
+    filled: Filled, silent: HangsAtTheSecondLook
+) -> None:
+    cancel = Cancel()
+    other = threading.Thread(target=lambda: silent.is_asked.wait(LIMIT_S) and cancel.cancel())
+    other.start()
+    began = time.monotonic()
+    with pytest.raises(Cancelled):
+        Reader(silent, filled.catalogue, learned=Learned()).read(
+            wanted(filled.buffers()), cancel=cancel
+        )
+    assert time.monotonic() - began < LIMIT_S / 2
+    other.join(LIMIT_S)

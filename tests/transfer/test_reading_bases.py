@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,7 +12,13 @@ from replicated import Replicated
 from strategies import content
 
 from weightyard.codec import Encoded, encode, encode_delta
-from weightyard.errors import BlockCorrupt, Cancelled, DataNodeFailed, ReplicasDamaged
+from weightyard.errors import (
+    BlockCorrupt,
+    Cancelled,
+    DataNodeFailed,
+    DeadlineExceeded,
+    ReplicasDamaged,
+)
 from weightyard.format.block import MIB, Codec, block_id
 from weightyard.format.pack import PACK_HEADER, PackBuilder, padding
 from weightyard.names import PackId, UploadId
@@ -191,3 +198,28 @@ def test_a_base_whose_replicas_are_all_damaged_comes_from_another_pack(world: Wo
     world.store.refused.update(world.bases)
     with pytest.raises(ReplicasDamaged):
         world.read()
+
+
+def test_asking_where_a_base_lies_holds_a_read_no_longer_than_it_may_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    world, is_over = World(tmp_path), threading.Event()
+    locate = world.store.locate
+    slow = {layout.pack(base) for base in world.bases}
+
+    def hang(path: layout.StorePath, *, timeout_s: float | None = None) -> Location:
+        if path in slow:
+            is_over.wait(60)
+        return locate(path, timeout_s=timeout_s)
+
+    monkeypatch.setattr(world.store, "locate", hang)
+    began = time.monotonic()
+    try:
+        with pytest.raises(DeadlineExceeded):
+            world.reader.read(
+                [Wanted(block_id(world.data), 0, memoryview(bytearray(BLOCK_BYTES)))],
+                timeout_s=0.3,
+            )
+        assert time.monotonic() - began < 30
+    finally:
+        is_over.set()

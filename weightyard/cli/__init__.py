@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 import sys
 import traceback
@@ -103,6 +104,8 @@ def main() -> None:
     """Run the command line; an error of weightyard becomes a message and its exit code."""
     # So that an upload that is ended by its scheduler gives back what it holds.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    # It may come while a connection is being closed, of which the pool would print a traceback.
+    logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
     try:
         app()
     except YardError as why:

@@ -23,8 +23,9 @@ def pull(
 ) -> None:
     """Put a version's files into a folder, bit for bit.
 
-    Each file appears when it is whole. What is there already is never overwritten. A pushed state
-    dict comes as model.safetensors.
+    Each file appears when it is whole. What is there already is never overwritten: a file with the
+    same content stays, so a pull that was interrupted goes on when it is repeated; any other is
+    refused. A pushed state dict comes as model.safetensors.
 
     Examples:
 

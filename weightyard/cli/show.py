@@ -133,7 +133,9 @@ def _show(
     )
     if cost.shared_with:
         most = list(cost.shared_with.items())[:_FEW]
-        table(console, ["shared with", "bytes"], [(ref, size(amount)) for ref, amount in most])
+        is_all = cost.shared_with_is_complete and len(most) == len(cost.shared_with)
+        title = "shared with" if is_all else "shared with, among others"
+        table(console, [title, "bytes"], [(ref, size(amount)) for ref, amount in most])
     table(
         console,
         ["file", "size", "kind"],

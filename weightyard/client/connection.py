@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import socket
+import ssl
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -61,6 +63,12 @@ class _NotNow:
     """How long the service wants to be left alone."""
 
 
+@cache
+def _trusted() -> ssl.SSLContext:
+    """Whom HTTPS trusts. For all connections: to read the certificates takes longer than to ask."""
+    return httpx.create_ssl_context()
+
+
 class Connection:
     """One service, one token. Thread-safe; connections are pooled and kept."""
 
@@ -92,6 +100,7 @@ class Connection:
                 limits=httpx.Limits(max_connections=32, max_keepalive_connections=8),
                 # Followed for reading only; the token stays behind when the host changes.
                 follow_redirects=False,
+                verify=_trusted(),
                 transport=transport,
             )
         except (ValueError, ImportError, httpx.InvalidURL) as why:

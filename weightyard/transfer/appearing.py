@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from weightyard.errors import Conflict
+from weightyard.storage.final_name import move_to_final_name, sync
 from weightyard.transfer.source import translated
 
 
@@ -17,7 +18,7 @@ def appearing(target: Path) -> Iterator[Path]:
     """An empty file to fill under another name; it becomes `target` when the context is left.
 
     After an error nothing is left of it. Raises Conflict if `target` is there, at the beginning
-    or by then; NotAllowed, StoreFull, NoSuchThing.
+    or by then; NotAllowed, StoreFull, NoSuchThing, and Unsupported where no way is safe.
     """
     if target.exists() or target.is_symlink():
         raise _there_already(target)
@@ -28,9 +29,9 @@ def appearing(target: Path) -> Iterator[Path]:
     try:
         yield partial
         with translated(target):
-            _sync(partial)
+            sync(partial)
             try:
-                os.link(partial, target)
+                move_to_final_name(partial, target)
             except FileExistsError:
                 raise _there_already(target) from None
     finally:
@@ -38,13 +39,5 @@ def appearing(target: Path) -> Iterator[Path]:
             partial.unlink()
 
 
-def _sync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def _there_already(target: Path) -> Conflict:
-    return Conflict(f"{target} is there already: choose another folder")
+    return Conflict(f"{target} is there already: move it away, or choose another folder")

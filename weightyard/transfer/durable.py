@@ -22,6 +22,14 @@ def was_counted(staged: StagedFile, wanted: int) -> bool:
     return staged.replicas is not None and staged.replicas >= wanted
 
 
+def too_few(what: str, found: int, wanted: int) -> UnderReplicated:
+    """The error for a file on too few DataNodes, which says what to do."""
+    return UnderReplicated(
+        f"{what} is on {found} DataNodes, {wanted} are required: "
+        "start another DataNode, or push with --replication 1"
+    )
+
+
 def require_replicas(store: Store, path: StorePath, wanted: int, timeout_s: float) -> None:
     """Wait until a file lies on enough DataNodes: HDFS closes one that is on a single one.
 
@@ -34,7 +42,7 @@ def require_replicas(store: Store, path: StorePath, wanted: int, timeout_s: floa
         if found >= wanted:
             return
         if time.monotonic() + 0.1 > deadline.at:
-            raise UnderReplicated(f"{path} is on {found} DataNodes, {wanted} are required")
+            raise too_few(str(path), found, wanted)
         time.sleep(0.1)
 
 

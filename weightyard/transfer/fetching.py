@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeAlias, TypeVar
 
 from weightyard.errors import (
@@ -24,8 +27,9 @@ from weightyard.logs import Log
 from weightyard.names import BlockId, PackId
 from weightyard.storage import layout
 from weightyard.storage.cancel import Cancel
+from weightyard.storage.deadline import Deadline
 from weightyard.storage.limit import AdaptiveLimit
-from weightyard.storage.store import Location, Replica, Served, Span, Store
+from weightyard.storage.store import Location, Replica, Served, Span, Store, StorePath
 from weightyard.transfer.decoding import decode_run
 from weightyard.transfer.estimates import Begun
 from weightyard.transfer.hedging import Race
@@ -120,18 +124,21 @@ class Fetcher:
         *,
         decoders: Executor,
         stop: Cancel,
+        deadline: Deadline,
         say: OnEvent,
         rack: str | None = None,
         choose: Choose | None = None,
         timeout_s: float = 30.0,
     ) -> None:
-        """`placements`: of bases; `say`: is told of events, from any thread."""
+        """`placements`: of bases; `stop` and `deadline`: of the whole read, `timeout_s` of each
+        request; `say`: is told of events, from any thread."""
         self._decoders = decoders
         self._store = store
         self._placements = placements
         self._learned = learned
         self._limit = limit
         self._stop = stop
+        self._deadline = deadline
         self._say = say
         self._rack = rack
         self._choose = choose
@@ -143,7 +150,7 @@ class Fetcher:
     def locate(self, run: Run) -> Location:
         """Where a run's pack lies, asked for if nobody knows. Raises as `Store.locate`."""
         path = layout.pack(run.pack)
-        return self._learned.locations.get(path) or self._learned.locations.ask(self._store, path)
+        return self._learned.locations.get(path) or self._ask_where(path)
 
     def carry_out(self, job: Job) -> Carried:
         """Fill the buffers of a run, from whichever replica has its bytes right.
@@ -184,11 +191,35 @@ class Fetcher:
                 self._note(job, why, is_failure=job.looks >= _MOST_LOOKS)
                 job.looks += 1
                 self._tell(ReadEventKind.LOCATED_AGAIN, job, job.asked, why)
-                job.location = self._learned.locations.ask(self._store, job.location.path)
+                job.location = self._ask_where(job.location.path)
             except Retryable as why:
                 self._note(job, why)
             else:
                 return fetched
+
+    def _ask_where(self, path: StorePath) -> Location:
+        """Ask the store where a pack lies, for no longer than the read goes on.
+
+        Asking cannot be cancelled, but writes nowhere: a read that ends leaves it to its thread.
+        """
+        doing = f"asking where {path} lies"
+        left_s = self._deadline.left(doing)
+        answer: Future[Location] = Future()
+        ask = partial(
+            self._learned.locations.ask,
+            self._store,
+            path,
+            None if math.isinf(left_s) else left_s,
+        )
+        threading.Thread(
+            target=_answer, args=(answer, ask), name="weightyard-locate", daemon=True
+        ).start()
+        is_over = threading.Event()
+        answer.add_done_callback(lambda _: is_over.set())
+        with self._stop.ending(is_over.set, doing):
+            while not answer.done():
+                is_over.wait(min(self._deadline.left(doing), threading.TIMEOUT_MAX))
+        return answer.result()
 
     def _reject(self, job: Job, fetched: Fetched, why: BlockCorrupt) -> None:
         """What was fetched is wrong: that replica is not asked again for it."""
@@ -397,6 +428,13 @@ class Fetcher:
                 _log.warning("read.base_elsewhere", block=base, reason=why)
             else:
                 return
+
+
+def _answer(answer: Future[Location], ask: Callable[[], Location]) -> None:
+    try:
+        answer.set_result(ask())
+    except BaseException as why:  # noqa: BLE001  whoever waits for it raises it
+        answer.set_exception(why)
 
 
 def _require_whole(run: Run, location: Location) -> None:

@@ -16,6 +16,7 @@ from weightyard.transfer.appearing import appearing
 from weightyard.transfer.plan import wanted_of
 from weightyard.transfer.reader import ReadReport, ReadsBlocks
 from weightyard.transfer.source import FileSource, Source, translated
+from weightyard.transfer.verifying import has_content
 from weightyard.transfer.writer import Content, Writer
 
 
@@ -104,15 +105,27 @@ def read_folder(
 ) -> ReadReport:
     """Put files of a version into a folder, all by default.
 
-    Each gets its name when it is whole and durable. `progress` is told of bytes done. Raises
-    Conflict if one is there already, NotAllowed, NoSuchThing.
+    Each gets its name when it is whole and durable; those that are there, as they should be, stay.
+    `progress` is told of bytes done. Raises Conflict if another file is there, NotAllowed,
+    NoSuchThing.
     """
     report = ReadReport()
     for file in manifest.files if files is None else files:
         target = folder.joinpath(*file.name.parts)
+        if is_there(manifest, file, target):
+            if progress is not None:
+                progress(file.bytes)
+            continue
         with appearing(target) as partial, translated(target):
             report += _read_file(reader, manifest, file, partial, progress)
     return report
+
+
+def is_there(manifest: Manifest, file: FileEntry, target: Path) -> bool:
+    """Whether a file is in its place, byte for byte: so a pull that was killed goes on."""
+    if target.is_symlink() or not target.is_file():
+        return False
+    return has_content(manifest, file, FileSource(target))
 
 
 def _read_file(

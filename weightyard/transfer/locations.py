@@ -32,10 +32,10 @@ class Locations:
                 return None
             return found[1]
 
-    def ask(self, store: Store, path: StorePath) -> Location:
+    def ask(self, store: Store, path: StorePath, timeout_s: float | None = None) -> Location:
         """Ask the store, and remember. Raises as `Store.locate`."""
         self.drop(path)
-        location = store.locate(path)
+        location = store.locate(path, timeout_s=timeout_s)
         self.keep(path, location)
         return location
 

@@ -11,7 +11,7 @@ from weightyard.format.block import MIB
 
 
 class SpareMemory:
-    """Buffers left over from one read, for the next one. Thread-safe."""
+    """Buffers left over from one read or write, for the next one. Thread-safe."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
         """`most_bytes`: no more is kept while nothing is read; None: all that a read had."""
@@ -98,7 +98,9 @@ class Buffers:
     allocator has pages for them that were touched before.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spare: SpareMemory | None = None) -> None:
+        """`spare`: what others left, and where `leave` leaves it."""
+        self._spare = spare or SpareMemory(0)
         self._lock = threading.Lock()
         self._free: list[np.ndarray] = []
         self._lent: dict[int, np.ndarray] = {}
@@ -108,6 +110,7 @@ class Buffers:
         if length < MIB:
             return np.empty(length, np.uint8).data
         with self._lock:
+            self._free += self._spare.take_all()
             fitting = [one for one in self._free if length <= one.size <= 2 * length]
             if fitting:
                 # Of equal ones the one used last, so that no more are touched than are needed.
@@ -130,6 +133,12 @@ class Buffers:
                 buffer = self._lent.pop(id(memory.obj), None)
                 if buffer is not None:
                     self._free.append(buffer)
+
+    def leave(self) -> None:
+        """Leave what is free to whoever comes next. What is lent is forgotten."""
+        with self._lock:
+            self._spare.leave(self._free)
+            self._free, self._lent = [], {}
 
 
 def _rounded(length: int) -> int:

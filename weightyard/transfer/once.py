@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
@@ -11,6 +12,7 @@ from functools import partial
 from weightyard.errors import AlreadyThere, Conflict, FileMissing, Retryable, TooLarge, YardError
 from weightyard.names import UploadId
 from weightyard.storage import layout
+from weightyard.storage.deadline import NEVER, Deadline
 from weightyard.storage.store import FileOptions, Read, StagedFile, Store, StorePath
 from weightyard.transfer.together import run_together
 
@@ -98,23 +100,42 @@ def is_there(store: Store, path: StorePath, content: bytes) -> bool:
         return False
 
 
-def read_whole(store: Store, path: StorePath, limit_bytes: int = 1 << 28) -> bytes:
-    """All of a small file. Raises FileMissing, TooLarge."""
-    location = store.locate(path)
+def read_whole(
+    store: Store, path: StorePath, limit_bytes: int = 1 << 28, deadline: Deadline = NEVER
+) -> bytes:
+    """All of a small file. Raises FileMissing, TooLarge.
+
+    The store's own limits hold besides the deadline.
+    """
+    location = store.locate(path, timeout_s=_left_s(deadline, path))
     if location.length > limit_bytes:
         raise TooLarge(f"{path} has {location.length} bytes, over {limit_bytes}")
     content = bytearray(location.length)
-    store.read(location, [Read(0, memoryview(content))])
+    store.read(
+        location,
+        [Read(0, memoryview(content))],
+        timeout_s=_left_s(deadline, path),
+        cancel=deadline.cancel,
+    )
     return bytes(content)
 
 
-def read_each_replica(store: Store, path: StorePath, limit_bytes: int) -> Iterator[bytes]:
+def _left_s(deadline: Deadline, path: StorePath) -> float | None:
+    """What a store may take for it; None: as long as it does for anybody."""
+    left_s = deadline.left(f"reading {path}")
+    return None if math.isinf(left_s) else left_s
+
+
+def read_each_replica(
+    store: Store, path: StorePath, limit_bytes: int, deadline: Deadline = NEVER
+) -> Iterator[bytes]:
     """All of a small file from one replica after the other, those that answer."""
-    location = store.locate(path)
+    location = store.locate(path, timeout_s=_left_s(deadline, path))
     if len(location.spans) != 1 or location.length > limit_bytes:
         return
     for replica in location.spans[0].replicas:
         content = bytearray(location.length)
+        left_s = _left_s(deadline, path)
         with suppress(Retryable):
-            store.read(location, [Read(0, memoryview(content))], replica=replica)
+            store.read(location, [Read(0, memoryview(content))], replica=replica, timeout_s=left_s)
             yield bytes(content)

@@ -14,6 +14,7 @@ from weightyard.format.manifest import Manifest
 from weightyard.names import Digest
 from weightyard.records import Publication, Version
 from weightyard.storage import layout
+from weightyard.storage.deadline import NEVER, Deadline
 from weightyard.storage.store import FileOptions, Store
 from weightyard.transfer.catalogue import ManifestFile, Upload
 from weightyard.transfer.durable import make_durable, was_counted
@@ -109,13 +110,13 @@ def _require_same(store: Store, digest: Digest) -> None:
         raise ManifestInvalid(f"{why}; it is in the way of the same one: {advice}") from None
 
 
-def read_manifest(store: Store, digest: Digest) -> Manifest:
+def read_manifest(store: Store, digest: Digest, deadline: Deadline = NEVER) -> Manifest:
     """A manifest out of the store, checked. Raises FileMissing, ManifestInvalid, UnknownFormat."""
-    path = layout.manifest(digest)
+    path, limit_bytes = layout.manifest(digest), manifests.MAX_STORED_BYTES
     try:
-        return manifests.decode(read_whole(store, path, manifests.MAX_STORED_BYTES), digest)
+        return manifests.decode(read_whole(store, path, limit_bytes, deadline), digest)
     except ManifestInvalid:
-        for stored in read_each_replica(store, path, manifests.MAX_STORED_BYTES):
+        for stored in read_each_replica(store, path, limit_bytes, deadline):
             with suppress(ManifestInvalid):
                 return manifests.decode(stored, digest)
         raise

@@ -188,6 +188,7 @@ class Reader:
             self._limit,
             decoders=pipeline.decoders,
             stop=call.stop,
+            deadline=call.deadline,
             say=pipeline.say,
             rack=self._rack,
             choose=self._choose,

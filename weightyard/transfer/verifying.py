@@ -57,10 +57,22 @@ def require_block(encoding: Encoding, stored: memoryview, base: Buffer | None = 
         raise BlockCorrupt(f"block {encoding.block}: its fold is another")
 
 
-def require_content(manifest: Manifest, file: FileEntry, source: Source) -> None:
+def has_content(manifest: Manifest, file: FileEntry, source: Source) -> bool:
+    """Whether a file surely has the bytes its manifest says: every one of them was checked."""
+    try:
+        require_content(manifest, file, source, all_of_it=True)
+    except BlockCorrupt:
+        return False
+    return True
+
+
+def require_content(
+    manifest: Manifest, file: FileEntry, source: Source, *, all_of_it: bool = False
+) -> None:
     """See that a file has the bytes its manifest says. Raises BlockCorrupt.
 
-    A block of which the file has a part only is not checked: its name is that of all its bytes.
+    A block of which the file has a part only cannot be checked: its name is that of all its bytes.
+    It passes, unless `all_of_it` is to be checked.
     """
     if source.length != file.bytes:
         raise BlockCorrupt(f"{file.path} has {source.length} bytes, not {file.bytes}")
@@ -73,6 +85,8 @@ def require_content(manifest: Manifest, file: FileEntry, source: Source) -> None
         block = manifest.blocks[number]
         raw = _whole(sorted(found), block.raw_bytes, source)
         if raw is None:
+            if all_of_it:
+                raise BlockCorrupt(f"{file.path} has a part only of block {block.hex}")
             continue
         again = found if len(found) > 1 else []
         if block_id(raw) != block.id or not all(_is_same(raw, part, source) for part in again):

@@ -30,7 +30,7 @@ from weightyard.storage.store import Again, FileOptions, Stage, Store
 from weightyard.transfer.catalogue import Packing
 from weightyard.transfer.durable import require_replicas, was_counted
 from weightyard.transfer.filling import Filling, PackInWork, ReadyBlock
-from weightyard.transfer.memory import Buffers
+from weightyard.transfer.memory import Buffers, SpareMemory
 from weightyard.transfer.plan import Wanted
 from weightyard.transfer.source import Source, piece_view, read_piece
 from weightyard.transfer.together import run_together
@@ -75,6 +75,27 @@ class WriteOptions:
     They lie in buffers up to four times as long as what is stored, mostly hardly longer.
     """
 
+    def hint(self, piece: Piece) -> Codec:
+        """The codec to try for a piece."""
+        return piece.codec if self.compress else Codec.RAW
+
+    def whole_hint(self, raw: memoryview, hint: Codec) -> Codec:
+        """The codec to store a block by that stands alone, by a probe of it."""
+        if not self.least_saving or self.saves_enough(codec.estimate(raw, hint=hint), raw):
+            return hint
+        return Codec.RAW
+
+    def delta_bytes(
+        self, raw: memoryview, base: memoryview, hint: Codec, whole_bytes: int
+    ) -> int | None:
+        """About what a block takes as a delta, by a probe of it; None if that is not worth it."""
+        stored_bytes = codec.estimate(raw, hint=hint, base=base)
+        is_worth_it = codec.worth_a_delta(stored_bytes, whole_bytes)
+        return stored_bytes if is_worth_it and self.saves_enough(stored_bytes, raw) else None
+
+    def saves_enough(self, stored_bytes: int, raw: memoryview) -> bool:
+        return stored_bytes <= (1 - self.least_saving) * raw.nbytes
+
 
 def require_delta(delta: str) -> None:
     """See that it is one of those there are. Raises BadSetting."""
@@ -94,6 +115,10 @@ class WriteReport:
     """Of the packs written, footers included."""
     whole_bytes: int = 0
     """What the new blocks take standalone; of those of which only a delta was kept, an estimate."""
+    based_bytes: int = 0
+    """What is stored of the new blocks that had a base, as a delta or whole."""
+    based_whole_bytes: int = 0
+    """What these take standalone, as in `whole_bytes`."""
     blocks: int = 0
     blocks_new: int = 0
     packs_written: int = 0
@@ -160,14 +185,16 @@ class Writer:
         options: WriteOptions | None = None,
         progress: Callable[[int], None] | None = None,
         bases: Bases | None = None,
+        spare: SpareMemory | None = None,
     ) -> None:
-        """`progress` is told of bytes done; `bases` reads the bases of deltas."""
+        """`progress` is told of bytes done; `bases` reads the bases of deltas; `spare`: memory that
+        another writer left, and this one leaves to the next."""
         self._store = store
         self._upload = upload
         self._options = options or WriteOptions()
         self._progress = progress or (lambda done_bytes: None)
         self._bases = bases
-        self._buffers = Buffers()
+        self._buffers = Buffers(spare)
         self._lock = threading.Lock()
         self._report = WriteReport()
 
@@ -187,6 +214,15 @@ class Writer:
             for number, piece in enumerate(content.split.pieces)
         ]
         ids: list[BlockId] = []
+        try:
+            self._write_new(cuts, ids)
+        finally:
+            self._buffers.leave()
+        rest = iter(ids)
+        return [list(islice(rest, len(content.split.pieces))) for content in contents]
+
+    def _write_new(self, cuts: Sequence[Cut], ids: list[BlockId]) -> None:
+        """Write what the store does not have; `ids` gets the names of all blocks."""
         stop = threading.Event()
         with ThreadPoolExecutor(self._options.threads, "weightyard-encode") as workers:
             ready = self._encoded(self._new_blocks(cuts, ids, workers), workers)
@@ -201,8 +237,6 @@ class Writer:
             filled = filling.packs(_odd_last(ready))
             packs = (partial(self._write_pack, pack, stop) for pack in filled)
             run_together(self._options.lanes, "weightyard-write", packs, stop)
-        rest = iter(ids)
-        return [list(islice(rest, len(content.split.pieces))) for content in contents]
 
     def _new_blocks(
         self, cuts: Sequence[Cut], ids: list[BlockId], workers: ThreadPoolExecutor
@@ -282,8 +316,8 @@ class Writer:
     def _encode(self, block: NewBlock) -> list[ReadyBlock]:
         """The block whole, as a delta, or both; proved to come back before anyone relies on it."""
         raw = self._read_again(block) if block.raw is None else block.raw
-        hint = block.cut.piece.codec if self._options.compress else Codec.RAW
-        whole_hint = hint if self._is_worth_encoding(raw, hint) else Codec.RAW
+        hint = self._options.hint(block.cut.piece)
+        whole_hint = self._options.whole_hint(raw, hint)
         delta = None
         if block.base is not None:
             delta = self._delta(block.id, block.base, raw, hint, whole_hint)
@@ -295,6 +329,8 @@ class Writer:
         whole = codec.encode(raw, hint=whole_hint, block=block.id, into=room)
         codec.prove(whole, raw)
         self._count(whole_bytes=whole.stored_bytes)
+        if block.base is not None and delta is None:
+            self._count(based_bytes=whole.stored_bytes, based_whole_bytes=whole.stored_bytes)
         used, unused = (raw, room) if whole.encoding.codec is Codec.RAW else (room, raw)
         self._buffers.give(unused)
         again = partial(self._stored_again, block.cut, whole_hint, whole.encoding)
@@ -313,14 +349,6 @@ class Writer:
         if again.encoding != encoding:
             raise Bug(f"block {encoding.block}: encoded twice it is not the same")
         return again.stored
-
-    def _is_worth_encoding(self, raw: memoryview, hint: Codec) -> bool:
-        return not self._options.least_saving or self._saves_enough(
-            codec.estimate(raw, hint=hint), raw
-        )
-
-    def _saves_enough(self, stored_bytes: int, raw: memoryview) -> bool:
-        return stored_bytes <= (1 - self._options.least_saving) * raw.nbytes
 
     def _room(self, raw: memoryview, hint: Codec) -> memoryview:
         return self._buffers.take(0 if hint is Codec.RAW else codec.room_for(raw.nbytes, hint))
@@ -352,9 +380,7 @@ class Writer:
             self._bases.read([Wanted(base, 0, base_raw)])
             # Estimates: encoding both ways to keep one costs a training as much again.
             whole_bytes = codec.estimate(raw, hint=whole_hint)
-            delta_bytes = codec.estimate(raw, hint=hint, base=base_raw)
-            is_worth_it = codec.worth_a_delta(delta_bytes, whole_bytes)
-            if not (is_worth_it and self._saves_enough(delta_bytes, raw)):
+            if self._options.delta_bytes(raw, base_raw, hint, whole_bytes) is None:
                 return None
             room = self._room(raw, hint)
             delta = codec.encode_delta(raw, base_raw, base, hint=hint, block=block, into=room)
@@ -364,6 +390,7 @@ class Writer:
             codec.prove(delta, raw, base=base_raw)
         finally:
             self._buffers.give(base_raw)
+        self._count(based_bytes=delta.stored_bytes, based_whole_bytes=whole_bytes)
         if self._options.delta == "only":
             self._count(whole_bytes=whole_bytes)
         return self._ready(delta, room)
