@@ -15,7 +15,7 @@ FETCH_HADOOP := from weightyard.settings import Settings; \
 # Hundreds of processes are started by the tests; each would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help run setup setup-dev setup-bench test tests test-long check fmt bench map docker-test clean
+.PHONY: help run setup setup-dev setup-bench test tests test-long test-vllm check fmt bench map docker-test clean
 
 help: ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -38,6 +38,13 @@ tests: setup-dev # side by side with the checks
 test-long: setup-dev ## what is too long for every change
 	$(PYTEST) -m long -o faulthandler_timeout=1800
 
+# vLLM wants a torch of its own; its imports warn of what is not ours to mend.
+test-vllm: setup-dev ## the load format with vLLM itself, in an environment of its own (8 GB)
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(VENV)-vllm
+	$(BIN)/uv pip install --quiet --python $(VENV)-vllm/bin/python --editable '.[test-vllm]'
+	$(VENV)-vllm/bin/python -m pytest tests/loader/test_vllm.py tests/loader/test_vllm_plugin.py \
+	  -W ignore::DeprecationWarning -W ignore::UserWarning
+
 check: setup-dev ## format, lint, types, import rules; changes nothing
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -58,7 +65,7 @@ docker-test: setup-dev ## store and service on the compose cluster (needs a Dock
 	$(BIN)/python docker/run_tests.py
 
 clean: ## remove .venv and caches of this folder
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
+	rm -rf $(VENV) $(VENV)-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
 
 $(BIN)/uv:
 	$(PYTHON) -c 'import sys; sys.exit("weightyard needs Python 3.11 or newer; set PYTHON=") if sys.version_info < (3, 11) else 0'

@@ -88,6 +88,19 @@ def test_an_index_that_names_what_is_not_there_is_refused() -> None:
         choose(manifest, index={"b": "model-1.safetensors"})
 
 
+@pytest.mark.parametrize("odd", ["model.safetensors", "unet/weights.safetensors"])
+@pytest.mark.parametrize("more", [{}, {"model.safetensors.index.json": []}])
+def test_no_other_file_is_loaded_in_place_of_one_that_was_kept_as_plain_bytes(
+    odd: str, more: dict[str, list[str]]
+) -> None:
+    manifest = _manifest({odd: [], "adapter_model.safetensors": ["a"], **more})
+    assert odd != "model.safetensors" or index_needed(manifest, None) is None
+    with pytest.raises(NoSuchThing, match=rf"{odd} was kept as plain bytes.*files=.*adapter_model"):
+        choose(manifest)
+    named = _chosen(manifest, files=["adapter_model.safetensors"])
+    assert named == ["adapter_model.safetensors:a"]
+
+
 def test_several_files_without_a_model_among_them_are_listed() -> None:
     manifest = _manifest({"a.safetensors": ["x"], "b.safetensors": ["x"]})
     with pytest.raises(NoSuchThing, match=r"files= .* a\.safetensors, b\.safetensors"):

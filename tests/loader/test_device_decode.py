@@ -224,8 +224,6 @@ def test_on_the_host_it_changes_nothing_and_what_it_cannot_do_is_refused(yard: Y
     assert same(yard.load(f"{BERT}@v2", device_decode=True), tuned(STATE))
     with pytest.raises(BadSetting, match="full"):
         yard.load(BERT, device_decode=True, verify="full")
-    with pytest.raises(BadSetting, match="group"):
-        yard.load(BERT, device_decode=True, group=object())
 
 
 _DTYPES = {

@@ -152,20 +152,16 @@ def test_chunks_that_two_ranks_want_are_read_by_one_of_them(world: World) -> Non
 
 
 def load_moving(world: World, rank: int) -> Outcome:
-    store = dist.distributed_c10d._get_default_store()
     with world.yard(rank) as yard:
-        if rank == 0:
-            resolve = yard._version_to_use
+        resolve = yard._version_to_use
 
-            def telling(*asked: Any) -> Any:
-                version = resolve(*asked)
-                store.set("resolved", "yes")
-                return version
-
-            yard._version_to_use = telling  # type: ignore[method-assign]
-        elif rank == 1:
-            store.wait(["resolved"])
+        def moving(*asked: Any) -> Any:
+            """The alias moves as soon as one rank knows what it meant."""
+            version = resolve(*asked)
             yard.set_alias("team/moving", "prod", 2)
+            return version
+
+        yard._version_to_use = moving  # type: ignore[method-assign]
         return outcome(yard, "team/moving@prod", {"w": noise(2000, 1000, seed=1)})
 
 
@@ -194,6 +190,29 @@ def test_a_rank_that_asks_for_what_is_not_there_is_named_to_all_and_the_group_go
         first = found[rank][0]
         assert (first.error, first.ranks) == ("RankFailed", (2,))
         assert "rank 2: no-such-thing: no tensor fits" in first.message
+    assert all(second.is_same for _, second in found.values())
+
+
+def ask_wrongly(world: World, rank: int, wrong: Mapping[str, Any]) -> list[Outcome]:
+    with world.yard(rank) as yard:
+        asked = wrong if rank == 2 else {"timeout": 20.0}
+        return [outcome(yard, BERT, STATE, **asked), outcome(yard, BERT, STATE)]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"verify": "x"}, {"timeout": "soon"}, {"max_host_bytes": 1}, {"device_decode": True}],
+    ids=lambda wrong: next(iter(wrong)),
+)
+def test_a_rank_with_a_wrong_argument_is_named_to_all_at_once_and_the_group_goes_on(
+    world: World, wrong: Mapping[str, Any]
+) -> None:
+    found = run_ranks(world, partial(ask_wrongly, wrong=wrong))
+    assert found[2][0].error == "BadSetting"
+    for rank in (0, 1, 3):
+        first = found[rank][0]
+        assert (first.error, first.ranks) == ("RankFailed", (2,))
+        assert f"rank 2: bad-setting: {next(iter(wrong))}" in first.message
     assert all(second.is_same for _, second in found.values())
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hdfs_world import straight
 from late_device import LateDevice
 from loader_world import BERT, noise, same, yard_in
 
@@ -27,6 +28,7 @@ from weightyard.loader.peers import Alone
 from weightyard.loader.report import Tally
 from weightyard.loader.shared import load_shared
 from weightyard.loader.stored import StoreOrigin
+from weightyard.testing.cluster import MiniCluster
 from weightyard.transfer.reader import Reader
 from weightyard.yard import Yard
 
@@ -95,18 +97,29 @@ COLUMNS = {"*": (slice(None), slice(0, 1000))}
 @pytest.mark.parametrize(
     ("load", "how"),
     [
+        (alone, {}),
         (alone, {"dtype": "float32"}),
         (alone, {"slices": COLUMNS}),
         (alone, {"slices": COLUMNS, "dtype": "float32"}),
         (by_group, {"dtype": "float32"}),
         (by_group, {"slices": {"*": slice(0, 4096)}}),
     ],
-    ids=["cast", "picked", "picked and cast", "group, cast", "group, rows"],
+    ids=["plain", "cast", "picked", "picked and cast", "group, cast", "group, rows"],
 )
 def test_the_host_takes_no_more_than_it_is_told(
     yard: Yard, load: Callable[..., Tensors], how: dict[str, Any]
 ) -> None:
     assert most_bytes(lambda: load(yard, max_host_bytes=BOUND, **how)) < BOUND
+
+
+@pytest.mark.cluster
+def test_the_host_takes_no_more_where_bytes_come_from_datanodes(
+    cluster: MiniCluster, tmp_path: Path
+) -> None:
+    with straight(cluster, tmp_path) as remote:
+        remote.push(STATE, BERT)
+        alone(remote, tensors="layer.00")  # what is made once for a store is not the load's
+        assert most_bytes(lambda: alone(remote, max_host_bytes=BOUND)) < BOUND
 
 
 def test_a_stream_that_casts_takes_no_more_besides_the_tensor_at_hand(yard: Yard) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
@@ -71,6 +72,16 @@ def test_the_hook_is_told_of_every_load_that_ends_whichever_way_it_was_asked_for
     assert told[0] is weights.report
     assert told[2] is report
     assert {one.bytes for one in told} == {STATE_BYTES}
+
+
+def test_a_stream_tells_apart_what_its_caller_took(yard: Yard, events: list[LoadEvent]) -> None:
+    count = len(list(yard.stream(BERT)))
+    for _ in yard.stream(BERT):
+        time.sleep(0.02)
+    quick, slow = reports(events)
+    assert quick.stages["use"] < slow.stages["use"]
+    assert count * 0.02 <= slow.stages["use"] <= slow.seconds
+    assert "use" not in yard.load(BERT).report.stages
 
 
 def test_the_hook_is_told_of_a_load_that_fails_and_why(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,8 +14,9 @@ from hdfs_world import by_service, straight
 from loader_world import BERT, noise, our_threads, same
 from torch import nn
 
+from weightyard.errors import DeadlineExceeded
 from weightyard.format.block import MIB
-from weightyard.testing.cluster import MiniCluster
+from weightyard.testing.cluster import MiniCluster, configuration
 from weightyard.yard import Yard
 
 pytestmark = pytest.mark.cluster
@@ -74,7 +75,7 @@ def test_a_stream_and_a_lazy_reader_and_a_module_get_the_same(yard: Yard) -> Non
     # Those of a store are as many as it had calls at once. A service in this process may be writing
     # its records meanwhile, which ends.
     until = time.monotonic() + 60
-    while not {one.name for one in new_since(before)} <= {"weightyard-hdfs"}:
+    while not {one.name for one in new_since(before)} <= {"weightyard-watched"}:
         assert time.monotonic() < until, new_since(before)
         time.sleep(0.01)
 
@@ -88,3 +89,33 @@ def test_a_verified_load_reads_whole_blocks(yard: Yard, tmp_path: Path) -> None:
     part = yard.load(BERT, tensors="layers.0.*", slices={"*": slice(0, 3)}, verify="full")
     assert same(part, {"layers.0.weight": STATE["layers.0.weight"][:3]})
     assert part.report.stored_bytes > MIB
+
+
+def test_a_namenode_that_hangs_ends_a_load_in_the_time_it_has(
+    cluster: MiniCluster, tmp_path: Path
+) -> None:
+    """Nothing of the version was loaded here before, so that the manifest is asked for first."""
+    (namenode,) = cluster.namenodes
+    with straight(cluster, tmp_path) as fresh:
+        fresh.push(STATE, BERT)
+        namenode.pause()
+        try:
+            began = time.monotonic()
+            with pytest.raises(DeadlineExceeded):
+                fresh.load(BERT, timeout=3)
+            took_s = time.monotonic() - began
+        finally:
+            namenode.resume()
+    assert took_s < 10
+
+
+def test_a_reader_that_nobody_told_its_place_knows_a_replica_of_its_own_host(
+    own_cluster: Callable[..., MiniCluster], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WEIGHTYARD_LOCATION", raising=False)
+    # Other test clusters give each DataNode an address that packets of this host do not come from.
+    monkeypatch.setattr(configuration, "LOOPBACK", ("127.0.0.1", "127.0.0.1"))
+    with own_cluster(racks=("a",)) as here, straight(here, tmp_path) as yard:
+        assert yard._settings.location is None
+        yard.push(STATE, BERT, replication=1)
+        assert set(yard.load(BERT).report.distances) == {"same-host"}

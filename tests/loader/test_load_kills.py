@@ -60,4 +60,4 @@ def test_a_datanode_that_ends_in_the_middle_of_a_load_costs_no_tensor(
     assert sum(after.report.datanodes.values()) == after.report.stored_bytes > 16 * MIB
     ended = weights.report
     assert ended.failed_over + ended.hedged + after.report.failed_over + after.report.hedged >= 1
-    assert set(left_threads()) <= {"weightyard-hdfs"}, "of the store, which is open"
+    assert set(left_threads()) <= {"weightyard-watched"}, "of the store, which is open"

@@ -246,7 +246,7 @@ def test_the_threads_of_a_store_end_with_its_yard(cluster: MiniCluster, tmp_path
         yard.push(STATE, BERT)
         assert same(yard.load(BERT), STATE)
         wait_for_records()
-        assert {one.name for one in new()} == {"weightyard-hdfs"}
+        assert {one.name for one in new()} == {"weightyard-watched"}
     for one in new():
         one.join(SOON_S)
     assert not new()

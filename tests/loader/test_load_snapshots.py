@@ -12,11 +12,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from byproduct_world import Elsewhere, elsewhere
 from hdfs_world import by_service, straight
+from late_device import LateDevice
 from loader_world import (
     BERT,
     leases,
@@ -33,12 +35,14 @@ from torch import nn
 from waiting import SOON_S
 
 from weightyard.errors import StoreFull
-from weightyard.loader import byproducts
+from weightyard.format.block import MIB
+from weightyard.loader import byproducts, load, stored
 from weightyard.settings import Settings
 from weightyard.testing.cluster import MiniCluster
 from weightyard.yard import Yard
 
 HERE = Path(__file__).parent
+PROD = f"{BERT}@prod"
 
 TENSORS = {
     "layers.0.weight": noise(1024, 1100, seed=1),
@@ -252,6 +256,8 @@ def test_the_environment_can_say_that_loads_leave_none(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert Settings().cache_loads
+    monkeypatch.setenv("WEIGHTYARD_CACHE_LOADS", "first")
+    assert Settings().cache_loads == "first"
     monkeypatch.setenv("WEIGHTYARD_CACHE_LOADS", "0")
     with elsewhere(tmp_path) as world:
         world.yard.load(BERT)
@@ -323,6 +329,79 @@ def test_a_snapshot_that_cannot_be_made_fails_no_load(
         assert leases(world.database) == 0
     if why != "folder":
         assert leftovers(tmp_path / "cache") == []
+
+
+def dropped(yard: Yard) -> None:
+    """A stream of which nobody keeps a tensor, as vLLM's."""
+    for name, tensor in yard.stream(PROD):
+        assert same({name: tensor}, {name: TENSORS[name]})
+
+
+def onto_device(yard: Yard) -> None:
+    assert same(yard.load(PROD, device="there"), TENSORS)
+
+
+@pytest.fixture
+def there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A simulated device to load onto; and nothing is left that is not in the host's memory."""
+    at = {"there": torch.device("meta"), "cpu": torch.device("cpu")}
+    monkeypatch.setattr(load, "device_of", at.__getitem__)
+    monkeypatch.setattr(stored, "AcceleratorCopies", lambda _: LateDevice())
+    monkeypatch.setattr(byproducts, "REST_BYTES", 0)
+
+
+@pytest.mark.usefixtures("there", "model")
+@pytest.mark.parametrize("way", [dropped, onto_device])
+def test_a_node_that_wants_snapshots_first_reads_the_store_once_for_all_processes(
+    tmp_path: Path, way: Callable[[Yard], None]
+) -> None:
+    with elsewhere(tmp_path, cache_loads="first") as world:
+        way(world.yard)
+        reads = world.store.calls.count("read")
+        assert reads > 0
+        (one,) = world.yard.snapshots.listed()
+        assert content(one.place.folder) == content(tmp_path / "model")
+        way(world.yard)
+        assert world.store.calls.count("read") == reads
+
+
+@pytest.mark.usefixtures("model")
+def test_what_came_first_is_told_once_and_a_cast_is_fed_by_it_too(tmp_path: Path) -> None:
+    told: list[int] = []
+    with elsewhere(tmp_path, cache_loads="first") as world:
+        weights = world.yard.load(BERT, dtype="float64", progress=told.append)
+        report = weights.report
+        assert same(weights, {name: as_float64(one) for name, one in TENSORS.items()})
+        assert (report.from_snapshot, report.cached_bytes) == (True, 0), "it came just now"
+        assert report.stage_bytes["snapshot"] == sum(told) >= BYTES
+
+
+def as_float64(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
+
+
+@pytest.mark.usefixtures("model")
+@pytest.mark.parametrize(
+    "how",
+    [{"tensors": "layers.*"}, {"files": "model-00001*"}, {"max_host_bytes": 64 * MIB}],
+    ids=str,
+)
+def test_no_whole_version_is_brought_first_for_a_part_or_past_a_bound(
+    tmp_path: Path, how: dict[str, Any]
+) -> None:
+    with elsewhere(tmp_path, cache_loads="first") as world:
+        assert not world.yard.load(BERT, **how).report.from_snapshot
+
+
+@pytest.mark.usefixtures("model")
+def test_a_disk_without_room_for_it_first_keeps_nobody_from_the_store(
+    tmp_path: Path, said: Callable[[str], list[str]]
+) -> None:
+    with elsewhere(tmp_path, cache_loads="first", cache_max=100_000) as world:
+        weights = world.yard.load(BERT)
+        assert same(weights, TENSORS)
+        assert not weights.report.from_snapshot
+        assert "WEIGHTYARD_CACHE_MAX" in said("snapshot.not_made")[0]
 
 
 def run(folder: Path, *more: str) -> subprocess.Popen[str]:
@@ -425,3 +504,36 @@ def test_a_load_by_a_services_word_leaves_one_too(
         assert not weights.report.from_snapshot
         assert yard.load(BERT).report.from_snapshot
         assert leases(database) == 0
+
+
+OFFLINE = """
+import sys
+sys.path[:0] = {path!r}
+import weightyard
+with weightyard.open({url!r}) as yard:
+    weights = yard.load({ref!r})
+    print(weights.report.from_snapshot, sum(one.nbytes for one in weights.values()))
+"""
+
+
+@pytest.mark.cluster
+@pytest.mark.usefixtures("there")
+@pytest.mark.parametrize("way", [dropped, onto_device])
+def test_after_a_start_on_a_device_or_by_a_stream_the_next_one_needs_no_yard(
+    cluster: MiniCluster, tmp_path: Path, model: Path, way: Callable[[Yard], None]
+) -> None:
+    with straight(cluster, tmp_path, cache_loads="first") as yard:
+        yard.push(model, BERT, alias="prod")
+        url = yard.store.url
+        way(yard)
+    environment = {
+        **os.environ,
+        "WEIGHTYARD_CACHE": str(tmp_path / "cache"),
+        "WEIGHTYARD_HOME": str(tmp_path / "other home"),
+        "WEIGHTYARD_OFFLINE": "1",
+    }
+    script = OFFLINE.format(path=sys.path, url=url, ref=PROD)
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=90
+    )
+    assert done.stdout == f"True {BYTES}\n", done.stderr

@@ -47,9 +47,14 @@ class Asked:
             raise BadSetting("slices= takes slices by the names or patterns of tensors")
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all of the files' tensors are wanted, and all of each."""
+        return self.tensors is None and not self.slices
+
+    @property
     def is_all(self) -> bool:
-        """Whether the files' tensors are wanted as they are stored, all of them."""
-        return self.tensors is None and not self.slices and self.dtype is None
+        """Whether they are wanted as they are stored, besides."""
+        return self.is_whole and self.dtype is None
 
     @property
     def file_patterns(self) -> Sequence[str] | None:

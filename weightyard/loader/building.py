@@ -14,7 +14,6 @@ from weightyard.errors import BlockCorrupt, NoSuchThing, Unsupported
 from weightyard.format.manifest import FileEntry, Manifest
 from weightyard.loader.assembled import StateFile, extents_key, fill_state, state_file
 from weightyard.loader.leases import held
-from weightyard.loader.private import sync_folder
 from weightyard.loader.snapshot import (
     RECORD_FORMAT,
     STATE_FILE,
@@ -28,6 +27,7 @@ from weightyard.loader.snapshots import Snapshots
 from weightyard.names import Digest, FilePath
 from weightyard.records import Version
 from weightyard.storage.deadline import Deadline
+from weightyard.storage.final_name import sync
 from weightyard.transfer.catalogue import Catalogue
 from weightyard.transfer.gather import Patterns, is_wanted
 from weightyard.transfer.reader import ReadsBlocks
@@ -193,7 +193,7 @@ def build(
     with translated(folder):
         for parent, _, _ in os.walk(folder):
             os.chmod(parent, 0o700)
-            sync_folder(Path(parent))
+            sync(Path(parent))
     return tuple(made[file.path] for file in plan.files)
 
 

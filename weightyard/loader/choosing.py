@@ -16,6 +16,7 @@ from weightyard.format.manifest import FileEntry, Manifest, TensorEntry
 
 MODEL = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_SUFFIX = ".safetensors"
 
 MAX_INDEX_BYTES = 64 * MIB
 
@@ -114,9 +115,7 @@ def _of_files(manifest: Manifest, patterns: Sequence[str] | None) -> list[Tensor
     having = {tensor.file for tensor in manifest.tensors if tensor.file is not None}
     paths = {manifest.files[number].path: number for number in sorted(having)}
     if patterns is None:
-        chosen = [MODEL] if MODEL in paths else list(paths)
-        if len(chosen) != 1:
-            raise _no_model(manifest, chosen)
+        chosen = [MODEL] if MODEL in paths else _only(manifest, list(paths))
     else:
         for pattern in patterns:
             if not any(_fits(path, pattern) for path in paths):
@@ -147,10 +146,20 @@ def _refuse_doubles(manifest: Manifest, tensors: Iterable[TensorEntry]) -> None:
             )
 
 
-def _no_model(manifest: Manifest, having: Sequence[str]) -> NoSuchThing:
+def _only(manifest: Manifest, having: Sequence[str]) -> Sequence[str]:
+    """The only file that has tensors. Raises NoSuchThing unless it is sure to be the model."""
     if not having:
-        return NoSuchThing(f"there are no tensors in it: {_inventory(manifest)}")
-    return NoSuchThing(
+        raise NoSuchThing(f"there are no tensors in it: {_inventory(manifest)}")
+    odd = [f.path for f in manifest.files if f.path.endswith(_SUFFIX) and f.path not in having]
+    if odd:  # one of them may be the model, and what has tensors an adapter of it
+        raise NoSuchThing(
+            f"{some_of(odd)} was kept as plain bytes (a hole, a double name or an odd header), or "
+            f"is empty: say with files= which to load of {some_of(having)}, or push it anew as "
+            "safetensors writes it"
+        )
+    if len(having) == 1:
+        return having
+    raise NoSuchThing(
         f"it has neither {MODEL} nor {INDEX}: say with files= which to load of {some_of(having)}"
     )
 

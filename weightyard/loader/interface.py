@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from weightyard.errors import BadSetting, StoreUnavailable, Unsupported
+from weightyard.errors import (
+    BadSetting,
+    Cancelled,
+    DeadlineExceeded,
+    StoreUnavailable,
+    Unsupported,
+    YardError,
+)
 from weightyard.format.manifest import Manifest
 from weightyard.loader.asked import Asked, deadline_of
 from weightyard.loader.batches import AHEAD_BYTES
@@ -17,6 +25,7 @@ from weightyard.loader.origin import Origin
 from weightyard.loader.report import LoadReport, OnLoadEvent, Tally
 from weightyard.loader.snapshot import Snapshot
 from weightyard.loader.snapshots import Snapshots
+from weightyard.logs import Log
 from weightyard.names import Digest
 from weightyard.records import RememberedVersion, Version
 from weightyard.settings import Settings
@@ -33,6 +42,8 @@ if TYPE_CHECKING:
     from weightyard.loader.load import Weights
     from weightyard.loader.stored import StoreOrigin
 
+
+_log = Log(__name__)
 
 OnUnavailable: TypeAlias = Literal["fail", "cached"] | None
 
@@ -56,8 +67,8 @@ class Loads(ABC):
     `verify`: "fast" checks the checksum of every chunk, "full" also the name of every block.
     `cache`: use this node's snapshot of the version if there is one, and what it knows to be
     checked; leave a snapshot where all of it was loaded from a store elsewhere (none with "full").
-    `timeout`: seconds for all of it, then DeadlineExceeded; a database or a store that does not
-    say what to load is waited for until its own deadline.
+    `timeout`: seconds for all of it, then DeadlineExceeded; a database that does not say what a ref
+    means is waited for until its own deadline.
     `progress`: is told of raw bytes, as they are done, from any thread.
     `on_unavailable`: "cached" goes on with what this node last knew where the yard does not
     answer, "fail" does not; None: as the yard was opened.
@@ -159,30 +170,37 @@ class Loads(ABC):
         """
         from weightyard.loader.load import load
 
-        asked = Asked(
-            files=files,
-            tensors=tensors,
-            slices=slices,
-            dtype=dtype,
-            verify=verify,
-            deadline=deadline_of(timeout),
-            progress=progress,
-            device_decode=device_decode,
-            budget=Budget(max_host_bytes, max_device_extra_bytes),
-        )
+        def ask() -> Asked:
+            if device_decode and group is not None:
+                raise BadSetting(
+                    "device_decode: ranks exchange decoded bytes; leave it or group= out"
+                )
+            return Asked(
+                files=files,
+                tensors=tensors,
+                slices=slices,
+                dtype=dtype,
+                verify=verify,
+                deadline=deadline_of(timeout),
+                progress=progress,
+                device_decode=device_decode,
+                budget=Budget(max_host_bytes, max_device_extra_bytes),
+            )
+
         tally = Tally(self.on_event)
         if group is None:
+            asked = ask()
             with tally.watched(ref):
                 origin = self._origin(ref, asked, on_unavailable, tally, cache=cache)
                 return load(origin, asked, device)
-        if device_decode:
-            raise BadSetting("device_decode: ranks exchange decoded bytes; leave it or group= out")
         from weightyard.loader.peers import Peers
-        from weightyard.loader.shared import load_shared
+        from weightyard.loader.shared import asked_together, load_shared
 
+        ranks = Peers(group)
+        asked = asked_together(ranks, ask)
         with tally.watched(ref):
             return load_shared(
-                Peers(group, asked.deadline),
+                ranks,
                 lambda: self._version_to_use(ref, on_unavailable, asked.deadline),
                 lambda version, asked: self._origin_of(
                     version, asked, tally, cache=cache, leaves=False
@@ -346,21 +364,18 @@ class Loads(ABC):
                 # Bytes come through the service, which is slow: so once for all of this node.
                 if not may_map:
                     raise
-                with tally.stage("snapshot"):
-                    snapshot = self._take_snapshot(
-                        version,
-                        progress=asked.progress,
-                        deadline=asked.deadline,
-                        on_bytes=tally.through_service,
-                    )
+                snapshot = self._bring(version, asked, tally, tally.through_service)
                 is_told = True
+            else:
+                leaves = leaves and may_map and self._may_leave(version, store)
+                if leaves and self._settings.cache_loads == "first":
+                    snapshot = self._bring_first(version, asked, tally)
+                    is_told = snapshot is not None
         if snapshot is not None:
             from weightyard.loader.mapped import SnapshotOrigin
 
             return SnapshotOrigin(version, manifest, tally, snapshot, is_told=is_told)
         from weightyard.loader.stored import StoreOrigin
-
-        leaves = leaves and may_map and asked.is_all and self._may_leave(version, store)
 
         def leave(loaded: Loaded) -> None:
             byproduct = Byproduct(version, loaded, store, asked.budget.reading_bytes)
@@ -373,15 +388,40 @@ class Loads(ABC):
             store,
             self.catalogue,
             self._settings,
-            leave if leaves else None,
+            leave if leaves and asked.is_all else None,
             self._expect,
             self._settings.cache if may_map else None,
         )
 
+    def _bring(
+        self, version: Version, asked: Asked, tally: Tally, on_bytes: Callable[[int], None]
+    ) -> Snapshot:
+        """This node's snapshot of a version, made if another process does not make it."""
+        with tally.stage("snapshot"):
+            return self._take_snapshot(
+                version, progress=asked.progress, deadline=asked.deadline, on_bytes=on_bytes
+            )
+
+    def _bring_first(self, version: Version, asked: Asked, tally: Tally) -> Snapshot | None:
+        """The same, if all of it is wanted and there is room for it; else None.
+
+        What makes it knows no bound on memory, so that none is made for who gives one.
+        """
+        is_bounded = asked.budget.max_host_bytes is not None
+        if not asked.is_whole or asked.files is not None or is_bounded:
+            return None
+        try:
+            return self._bring(version, asked, tally, partial(tally.moved, "snapshot"))
+        except (Cancelled, DeadlineExceeded):
+            raise
+        except YardError as why:  # a full disk must not keep anybody from the store
+            _log.warning("snapshot.not_made", version=version.ref, reason=why)
+            return None
+
     def _may_leave(self, version: Version, store: Store) -> bool:
         """Whether a snapshot of it is wanted: not of what this host has anyway, nor offline."""
         return (
-            self._settings.cache_loads
+            self._settings.cache_loads is not False
             and folder_of(store) is None
             and not isinstance(version, RememberedVersion)
         )

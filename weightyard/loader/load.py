@@ -65,7 +65,8 @@ def _stream(
     with origin.tally.watched(origin.version.ref), origin.held(asked.deadline):
         for one, tensor in origin.tensors(plans, asked, to):
             for name in one.names:
-                yield name, tensor
+                with origin.tally.stage("use"):
+                    yield name, tensor
             del tensor  # from here on only the caller has it
     origin.report(to.device)
 

@@ -16,7 +16,7 @@ import numpy as np
 from weightyard.errors import RankFailed, Refused, TooLarge, Unsupported, YardError
 from weightyard.format.block import MIB
 from weightyard.logs import Log
-from weightyard.storage.deadline import Deadline
+from weightyard.storage.deadline import NEVER, Deadline
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +101,7 @@ class Peers:
     Numbers of ranks are those inside the group; errors name them as the world does.
     """
 
-    def __init__(self, group: Any, deadline: Deadline) -> None:
+    def __init__(self, group: Any, deadline: Deadline = NEVER) -> None:
         """Raises Unsupported for what is no group, or none of this rank's."""
         import torch
         import torch.distributed as dist
@@ -118,7 +118,8 @@ class Peers:
             if accelerator is None:
                 raise Unsupported(f"group= of {', '.join(kinds)}, and there is none of these here")
             self._device = accelerator
-        self._deadline = deadline
+        self.deadline = deadline
+        """Until when the others are waited for, at most."""
         self._wait_s = MEET_S
         # Loads by a group are made by all of its ranks, so they count alike.
         self._call = next(_calls.setdefault(group.group_name, itertools.count()))
@@ -131,7 +132,7 @@ class Peers:
         """
         said, failure = b"", None
         try:
-            self._deadline.left(doing)
+            self.deadline.left(doing)
             said = step()
             if len(said) > MAX_SAID_BYTES:
                 raise TooLarge(f"{doing}: {len(said)} bytes to tell; at most {MAX_SAID_BYTES}")
@@ -222,7 +223,7 @@ class Peers:
     @property
     def _patience(self) -> timedelta:
         """A rank whose time is up still has to hear it from, or say it to, the others."""
-        left_s = max(0.0, self._deadline.at - time.monotonic())
+        left_s = max(0.0, self.deadline.at - time.monotonic())
         return timedelta(seconds=min(self._wait_s, left_s + GRACE_S))
 
     @property

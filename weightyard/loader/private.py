@@ -87,12 +87,3 @@ def read_small(file: Path, limit_bytes: int) -> bytes | None:
         # Not up to the limit at once: for as much as is asked for, memory is made.
         content = opened.read(min(seen.st_size, limit_bytes) + 1)
     return content if len(content) <= limit_bytes else None
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable: fsync of a file does not do that for its name."""
-    handle = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -45,7 +45,8 @@ class LoadReport:
     """Bytes that came from the store, encoded as they lie there."""
     requests: int
     seconds: float
-    """All of it, from the ref to the last tensor."""
+    """All of it, from the ref to the last tensor; of a stream, what its caller did between tensors
+    (the stage `use`) too."""
     stages: Mapping[str, float] = field(default_factory=dict)
     """Seconds by stage, and of those in OF_READ the sum over threads. Stages overlap."""
     stage_bytes: Mapping[str, int] = field(default_factory=dict)

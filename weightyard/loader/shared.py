@@ -15,7 +15,7 @@ from weightyard.loader.finding import unreadable
 from weightyard.loader.joint import Planned, read_jointly
 from weightyard.loader.load import Weights, plan
 from weightyard.loader.origin import Destination, Origin
-from weightyard.loader.peers import DONE, Ranks, tell_until_done
+from weightyard.loader.peers import DONE, Peers, Ranks, tell_until_done
 from weightyard.loader.placing import device_of
 from weightyard.records import RememberedVersion, Version
 from weightyard.storage.cancel import Cancel
@@ -59,6 +59,22 @@ def load_shared(
     )
     tensors = {name: found[at] for at, one in enumerate(planned.plans) for name in one.names}
     return Weights(tensors, planned.origin, report)
+
+
+def asked_together(ranks: Peers, ask: Callable[[], Asked]) -> Asked:
+    """What this rank asks for, when all ranks know what they ask for.
+
+    One whose arguments are wrong would raise before it meets the others, and be waited for.
+    """
+    found: list[Asked] = []
+
+    def say() -> bytes:
+        found.append(ask())
+        ranks.deadline = found[0].deadline  # holds for this meeting already
+        return b""
+
+    ranks.tell(say, "meeting")
+    return found[0]
 
 
 def _resolved(ranks: Ranks, resolve: Callable[[], Version]) -> Version:

@@ -35,12 +35,13 @@ from weightyard.errors import (
     YardError,
 )
 from weightyard.loader.locks import Lock
-from weightyard.loader.private import private_folder, read_small, sync_folder, write_small
+from weightyard.loader.private import private_folder, read_small, write_small
 from weightyard.loader.recent import Recent
 from weightyard.loader.snapshot import ROOT_NAME, FileRecord, Place, Record, Snapshot, modified_s
 from weightyard.logs import Log
 from weightyard.names import Digest, FilePath
 from weightyard.storage.deadline import Deadline
+from weightyard.storage.final_name import sync
 from weightyard.transfer.source import translated
 
 if TYPE_CHECKING:
@@ -289,7 +290,7 @@ class Snapshots:
                 place.write_record(record)
                 write_small(place.checked, b"")
                 building.rename(place.folder)
-                sync_folder(self.root)
+                sync(self.root)
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
             raise
