@@ -24,6 +24,7 @@ from weightyard.trainer.anchors import Anchors
 from weightyard.trainer.writer import YardWriter
 from weightyard.transfer.plan import Wanted
 from weightyard.transfer.reader import Reader
+from weightyard.transfer.writer import WriteOptions
 from weightyard.yard import Yard
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -141,14 +142,34 @@ def test_a_new_anchor_is_made_after_so_many_saves(yard: Yard) -> None:
     require_same(yard, 4, weights(changed={0: 5}))
 
 
-def test_deltas_that_save_too_little_make_the_next_save_an_anchor(yard: Yard) -> None:
+def test_a_save_whose_deltas_would_save_too_little_is_the_next_anchor(yard: Yard) -> None:
+    much = {0: 450, 1: 450}
     with YardWriter(yard, RUN) as writer:
-        save(writer, 0, weights(1))
-        save(writer, 1, weights(1, changed={0: 450}, by=1.3))
-        assert writer.report.stored_bytes > 0.6 * writer.report.whole_bytes
-        save(writer, 2, weights(1, changed={0: 2}))
-    assert bases(yard, 1) == {"w0": "w0"}
-    assert bases(yard, 2) == {"w0": None}
+        save(writer, 0, weights(2))
+        save(writer, 1, weights(2, changed=much, by=1.3))
+        assert writer.report.stored_bytes >= writer.report.whole_bytes
+        save(writer, 2, weights(2, changed=much, by=1.3001))
+        assert writer.report.stored_bytes < writer.report.whole_bytes
+    assert bases(yard, 1) == {"w0": None, "w1": None}
+    for name, block in blocks(yard, 2).items():
+        (delta,) = yard.catalogue.placements([block])[block]
+        assert delta.encoding.base == blocks(yard, 1)[name]
+
+
+def test_what_did_not_change_is_not_asked_whether_deltas_pay(yard: Yard) -> None:
+    """Those of what did change may pay little, though most of a model is as it was."""
+    with YardWriter(yard, RUN) as writer:
+        save(writer, 0, weights(8))
+        save(writer, 1, weights(8, changed={3: 450}, by=1.3))
+    assert set(bases(yard, 1).values()) - {None} == set()
+
+
+def test_small_tensors_which_never_have_a_base_make_no_new_anchor(yard: Yard) -> None:
+    with YardWriter(yard, RUN) as writer:
+        for step in range(3):
+            small = {f"adapter{number}": torch.randn(60, 256) for number in range(40)}
+            save(writer, step, weights(1, changed={0: step}) | small)
+    assert [bases(yard, step)["w0"] for step in range(3)] == [None, "w0", "w0"]
 
 
 def test_what_is_beyond_the_budget_is_stored_standalone(yard: Yard) -> None:
@@ -289,10 +310,10 @@ def test_a_part_of_a_block_can_be_read(yard: Yard) -> None:
 def test_settings_that_make_no_sense_are_refused(yard: Yard, tmp_path: Path) -> None:
     reader = Reader(yard.store, yard.catalogue)
     with pytest.raises(BadSetting):
-        Anchors(reader, every=0)
+        Anchors(reader, WriteOptions(), every=0)
     (tmp_path / "file").write_text("")
     with pytest.raises(NoSuchThing):
-        Anchors(reader, folder=tmp_path / "file" / "folder")
+        Anchors(reader, WriteOptions(), folder=tmp_path / "file" / "folder")
 
 
 def test_what_a_codec_hardly_makes_smaller_is_stored_as_it_is(yard: Yard) -> None:

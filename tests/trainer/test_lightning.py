@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -16,7 +16,9 @@ from trainer_world import World, as_torchrun, run_ranks
 
 from weightyard.errors import NoSuchThing, Refused, RunTakenOver
 from weightyard.opening import open_yard
+from weightyard.trainer import values
 from weightyard.trainer.lightning import YardCheckpointIO
+from weightyard.trainer.reader import YardReader
 from weightyard.yard import Yard
 
 RUN = "team/run42"
@@ -139,14 +141,28 @@ def dying(world: World, rank: int) -> str | None:
         return io.latest
 
 
-def resuming(world: World, rank: int) -> tuple[bool, list[int | None]]:
-    """Whether weights are those of a training that was never interrupted, and all steps saved."""
+class Watched(YardReader):
+    """A reader that tells how many read together."""
+
+    together: ClassVar[list[int]] = []
+
+    def read_data(self, plan: Any, planner: Any) -> Any:
+        done = super().read_data(plan, planner)
+        assert self.report is not None
+        self.together.append(self.report.ranks)
+        return done
+
+
+def resuming(world: World, rank: int) -> tuple[bool, list[int | None], list[int]]:
+    """Whether weights are those of a training that was never interrupted, all steps saved, and how
+    many ranks read together."""
     as_torchrun(rank, 2)
-    with world.yard(rank) as yard:
+    with world.yard(rank) as yard, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(values, "YardReader", Watched)
         resumed = of_two(world, rank, YardCheckpointIO(yard, RUN), EPOCHS)
         whole = of_two(world, rank, YardCheckpointIO(yard, "team/whole"), EPOCHS)
         is_same = all(torch.equal(tensor, whole[name]) for name, tensor in resumed.items())
-        return is_same, [one.step for one in yard.versions(RUN)]
+        return is_same, [one.step for one in yard.versions(RUN)], Watched.together
 
 
 def test_two_ranks_resume_bit_for_bit_and_a_save_is_one_checkpoint(tmp_path: Path) -> None:
@@ -154,7 +170,7 @@ def test_two_ranks_resume_bit_for_bit_and_a_save_is_one_checkpoint(tmp_path: Pat
     died = run_ranks(world, dying, size=2, is_grouped=False)
     assert list(died.values()) == 2 * [f"{RUN}@v2"]
     came = run_ranks(world, resuming, size=2, is_grouped=False)
-    assert list(came.values()) == 2 * [(True, [12, 9, 6, 3])]
+    assert list(came.values()) == 2 * [(True, [12, 9, 6, 3], [2])]
 
 
 def test_a_damaged_checkpoint_is_not_the_latest(yard: Yard, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -66,15 +67,17 @@ class Counter:
         self.state = state["state"]
 
 
+@pytest.mark.parametrize("own_generator", [True, False])
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_a_resumed_run_equals_one_that_was_never_interrupted(
-    yard: Yard, tmp_path: Path, async_mode: str
+    yard: Yard, tmp_path: Path, async_mode: str, own_generator: bool
 ) -> None:
-    begun = train(yard, 5, interval=4, async_mode=async_mode)
-    resumed = train(yard, 22, interval=4, async_mode=async_mode)  # into the second epoch
+    options: dict[str, Any] = {"interval": 4, "own_generator": own_generator}
+    begun = train(yard, 5, async_mode=async_mode, **options)
+    resumed = train(yard, 22, async_mode=async_mode, **options)  # into the second epoch
     settings = Settings(home=tmp_path / "home", cache=tmp_path / "cache")
     with open_yard(str(tmp_path / "whole"), settings=settings) as other:
-        whole = train(other, 22, interval=100)
+        whole = train(other, 22, interval=100, own_generator=own_generator)
     assert (begun.resumed, resumed.resumed, whole.resumed) == (None, 4, None)
     assert {**begun.losses, **resumed.losses} == whole.losses
     assert {**begun.samples, **resumed.samples} == whole.samples
@@ -433,16 +436,29 @@ def test_a_metric_is_read_when_a_checkpoint_is_made_as_it_was_in_its_step(yard: 
     assert yard.resolve(RUN).metrics == {"mean": 3.0}
 
 
-def test_after_a_signal_the_step_is_saved_and_the_process_leaves(yard: Yard) -> None:
-    def ask(step: int, run: TrainRun) -> None:
-        if step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
+@pytest.mark.parametrize("times", [1, 2])
+def test_after_a_signal_the_step_is_saved_and_the_process_leaves(yard: Yard, times: int) -> None:
+    """Also if it is sent twice: systemd and torchrun each send theirs."""
 
-    before = signal.getsignal(signal.SIGTERM)
-    with pytest.raises(SystemExit) as left:
-        train(yard, 6, interval=None, on_step=ask, async_mode="async")
+    def ask(step: int, run: TrainRun) -> None:
+        for _ in range(times if step == 3 else 0):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+
+    heard: list[int] = []
+
+    def hear(number: int, frame: object) -> None:
+        heard.append(number)  # where nobody listens it ends the process
+
+    before = signal.signal(signal.SIGTERM, hear)
+    try:
+        with pytest.raises(SystemExit) as left:
+            train(yard, 6, interval=None, on_step=ask, async_mode="async")
+        assert signal.getsignal(signal.SIGTERM) is hear
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not heard
     assert left.value.code == 128 + signal.SIGTERM
-    assert signal.getsignal(signal.SIGTERM) is before
     assert steps_in(yard) == [3]
 
 

@@ -159,3 +159,11 @@ def test_several_groups_without_parameters_are_refused_when_the_run_is_made(yard
     optimizer.add_param_group({"params": []})
     with pytest.raises(Refused, match="optim: 2 of its groups have no parameters"):
         TrainRun(yard, RUN, {"model": net, "optim": optimizer})
+
+
+def test_what_an_optimizer_keeps_beside_its_state_is_refused_by_its_key(yard: Yard) -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.register_state_dict_post_hook(lambda _, state: {**state, "ema": 0.9})
+    with pytest.raises(Refused, match=r"optim: .*SGD.*'ema'"):
+        TrainRun(yard, RUN, {"model": net, "optim": optimizer})

@@ -21,8 +21,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import (
     post_localSGD_hook,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -144,6 +146,44 @@ def test_a_hook_goes_on_after_a_resume_as_if_it_had_not_been_interrupted(
     for resumed, whole in run_ranks(world, partial(hooked, hook_of=hook_of), size=2).values():
         assert resumed.resumed == 4
         assert resumed.losses == {step: whole.losses[step] for step in range(5, 8)}
+        assert resumed.weights == whole.weights
+
+
+def locally_trained(world: World, rank: int) -> tuple[Trained, Trained]:
+    """Post-local SGD that was interrupted, and one that never was."""
+
+    def steps(yard: Yard, until: int) -> Trained:
+        made = setting()
+        assert isinstance(made.net, DistributedDataParallel)
+        hook = PostLocalSGDState(
+            None, dist.group.WORLD, start_localSGD_iter=2, post_local_gradient_allreduce=False
+        )
+        made.net.register_comm_hook(hook, post_localSGD_hook)
+        averager = PeriodicModelAverager(period=2, warmup_steps=2)
+        # One that keeps nothing: moments of ranks differ, and a checkpoint has one copy of them.
+        local = torch.optim.SGD(made.net.parameters(), lr=1e-2)
+        made.optimizer = PostLocalSGDOptimizer(local, averager)
+        made.scheduler = StepLR(made.optimizer, 3)
+        with TrainRun(yard, RUN, made.state, interval=5) as run:  # a step that averages
+            trained = Trained(run.resume())
+            for loss, _ in steps_of(made, run, until):
+                trained.losses[run.steps + 1] = loss
+        trained.weights.update(as_bytes(made.net.state_dict()))
+        return trained
+
+    with elsewhere(world).yard(rank) as yard:
+        whole = steps(yard, 9)
+    with world.yard(rank) as yard:
+        steps(yard, 6)
+        return steps(yard, 9), whole
+
+
+def test_post_local_sgd_averages_after_a_resume_as_if_it_had_not_been_interrupted(
+    world: World,
+) -> None:
+    for resumed, whole in run_ranks(world, locally_trained, size=2).values():
+        assert resumed.resumed == 5
+        assert resumed.losses == {step: whole.losses[step] for step in range(6, 10)}
         assert resumed.weights == whole.weights
 
 
@@ -308,6 +348,34 @@ def test_what_the_ranks_keep_together_is_bounded_when_the_run_is_made(world: Wor
         assert came.error == "TooLarge"
         assert "2 ranks" in came.message
         assert "at most 60000" in came.message
+
+
+def zero_redundancy(world: World, rank: int) -> Outcome:
+    net = DistributedDataParallel(nn.Linear(4, 4))
+    optimizer = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
+    with world.yard(rank) as yard:
+        return attempt(lambda: TrainRun(yard, RUN, {"model": net, "optim": optimizer}))
+
+
+def test_an_optimizer_whose_state_only_one_rank_can_have_is_refused(world: World) -> None:
+    (came,) = run_ranks(world, zero_redundancy, size=1).values()
+    assert came.error == "Refused"
+    assert "optim: a ZeroRedundancyOptimizer" in came.message
+    assert "fully_shard" in came.message
+
+
+def published_wrongly(world: World, rank: int) -> tuple[Outcome, Outcome]:
+    with world.yard(rank) as yard, TrainRun(yard, RUN, {"model": nn.Linear(2, 2)}) as run:
+        run.step()
+        wrongly = attempt(lambda: run.publish("team/tiny", model="no_such_module"))
+        return wrongly, attempt(lambda: run.publish("team/tiny"))
+
+
+def test_a_version_that_the_first_rank_cannot_publish_is_an_error_on_all(world: World) -> None:
+    came = run_ranks(world, published_wrongly, size=2)
+    assert [wrongly.error for wrongly, _ in came.values()] == ["BadSetting", "RankFailed"]
+    assert "no_such_module" in came[1][0].message
+    assert (came[0][1].value.number, came[1][1]) == (1, Outcome())  # they go on together
 
 
 def made_on_one_only(world: World, rank: int) -> Outcome:

@@ -45,15 +45,19 @@ def test_an_interval_of_nothing_is_refused(given: tuple[Any, Any]) -> None:
         Schedule(*given)
 
 
-def test_a_signal_is_noted_and_the_next_one_does_what_it_did_before() -> None:
+def test_a_signal_is_noted_and_a_later_one_does_what_it_did_before() -> None:
+    now = [100.0]
     heard: list[int] = []
     before = signal.signal(signal.SIGUSR1, lambda number, frame: heard.append(number))
     try:
-        leaving = Leaving([signal.SIGUSR1])
+        leaving = Leaving([signal.SIGUSR1], lambda: now[0])
         assert not leaving.is_asked
         os.kill(os.getpid(), signal.SIGUSR1)
         assert leaving.is_asked
+        now[0] += 4.9  # by another of those who end the job, at the same time
+        os.kill(os.getpid(), signal.SIGUSR1)
         assert not heard
+        now[0] += 0.2
         os.kill(os.getpid(), signal.SIGUSR1)
         assert heard == [signal.SIGUSR1]
         with pytest.raises(SystemExit) as left:

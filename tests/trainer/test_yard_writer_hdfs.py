@@ -61,10 +61,11 @@ def test_a_save_calls_the_namenode_five_times_for_each_file_and_eight_times_besi
     # Create, AddBlock, Complete, Rename2, and one look at what was written. Besides: whether the
     # registry is older than the store, twice; two folders of staging, there and away again; those
     # of pack and manifest, where they are new. HDFS may be slow, and is then asked again, so it is
-    # one save that shows it.
+    # one save that shows it; a DataNode that tells late of its replica has a file closed twice.
     of_four = [calls for calls in counted[1:] if calls["Create"] == 4]
     assert of_four, f"pack, manifest and two records: {counted}"
-    assert min(sum(calls.values()) for calls in of_four) <= 5 * 4 + 8, of_four
+    once = [sum(calls.values()) - (calls["Complete"] - 4) for calls in of_four]
+    assert min(once) <= 5 * 4 + 8, f"{of_four}"
 
 
 def test_ranks_save_to_hdfs_and_only_what_changed_the_second_time(

@@ -93,8 +93,11 @@ class Setting:
         }
 
 
-def setting(batch: int = 2, hidden: int = HIDDEN) -> Setting:
-    """The same whenever it is made, but for what each rank draws."""
+def setting(batch: int = 2, hidden: int = HIDDEN, *, own_generator: bool = True) -> Setting:
+    """The same whenever it is made, but for what each rank draws.
+
+    `own_generator`: of the loader, which otherwise draws on torch's random numbers.
+    """
     net: nn.Module = Net(hidden)
     if dist.is_initialized():
         net = DistributedDataParallel(net)
@@ -105,9 +108,8 @@ def setting(batch: int = 2, hidden: int = HIDDEN) -> Setting:
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     sampler = GlobalOffsetSampler(SAMPLES, seed=5)
-    loader = DataLoader(
-        Numbered(), batch_size=batch, sampler=sampler, generator=torch.Generator().manual_seed(1)
-    )
+    generator = torch.Generator().manual_seed(1) if own_generator else None
+    loader = DataLoader(Numbered(), batch_size=batch, sampler=sampler, generator=generator)
     return Setting(net, optimizer, scheduler, sampler, loader)
 
 
@@ -131,12 +133,13 @@ def train(
     until: int,
     *,
     hidden: int = HIDDEN,
+    own_generator: bool = True,
     on_step: Callable[[int, TrainRun], None] = lambda step, run: None,
     on_result: Callable[[int, float, list[int]], None] = lambda step, loss, samples: None,
     **options: Any,
 ) -> Trained:
     """Resume, and train to a step."""
-    made = setting(hidden=hidden)
+    made = setting(hidden=hidden, own_generator=own_generator)
     with TrainRun(yard, RUN, made.state, **options) as run:
         trained = Trained(run.resume())
         for loss, numbers in steps_of(made, run, until):

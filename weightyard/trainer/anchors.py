@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from weightyard import codec
 from weightyard.closing import Closing
 from weightyard.errors import BadSetting, YardError
 from weightyard.format.assembly import Share, share_of
@@ -31,7 +32,7 @@ from weightyard.names import BlockId
 from weightyard.transfer.bases import bases_of, pieces_alone
 from weightyard.transfer.plan import Wanted
 from weightyard.transfer.source import piece_bytes, translated
-from weightyard.transfer.writer import Bases, Content, WriteReport
+from weightyard.transfer.writer import Bases, Content, WriteOptions, WriteReport
 
 _log = Log(__name__)
 
@@ -42,11 +43,14 @@ ANCHOR_BYTES = 2048 * MIB
 """Raw bytes kept at hand by each rank, unless told otherwise."""
 
 WORTH_AN_ANCHOR = 0.6
-"""Stored over standalone size of a save with deltas, over which the next one is an anchor."""
+"""Stored over standalone size of blocks that had a base, over which a save should be an anchor."""
+
+_PROBED_PIECES = 12
+"""Of a save, to see beforehand what deltas would come to."""
 
 
 class Anchors(Closing):
-    """One rank's last anchor. Gives a writer the bases of deltas.
+    """One rank's last anchor. Gives a writer the bases of deltas, where these are worth it.
 
     Call order for each save: prepared → (the writer reads) → note. A save that failed is not noted:
     what comes next is stored as if it had not been tried.
@@ -55,12 +59,13 @@ class Anchors(Closing):
     def __init__(
         self,
         store: Bases,
+        options: WriteOptions,
         *,
         budget_bytes: int = ANCHOR_BYTES,
         folder: Path | None = None,
         every: int = ANCHOR_EVERY,
     ) -> None:
-        """`store` reads blocks whose bytes at hand turn out wrong.
+        """`store` reads blocks whose bytes at hand turn out wrong. `options`: the writer's.
 
         `folder`: keep bytes in a file there instead of in memory. It has no name: it is gone with
         the process. Raises BadSetting, NotAllowed, NoSuchThing.
@@ -68,6 +73,7 @@ class Anchors(Closing):
         if every < 1 or budget_bytes < 0:
             raise BadSetting(f"an anchor every {every} saves, of {budget_bytes} bytes")
         self._store = store
+        self._options = options
         self._budget_bytes = budget_bytes
         self._every = every
         self._at_hand: _AtHand = _InMemory() if folder is None else _OnDisk(folder)
@@ -95,11 +101,30 @@ class Anchors(Closing):
         self._before = {}
         if self._parent is not None:
             self._before = bases_of(content.split, self._parent)
-        if self._is_due:
-            return replace(content, into=self._room(content.split))
         before = self._before.items()
         at_hand = {number: block for number, block in before if block in self._at_hand}
+        self._is_due = self._is_due or not self._is_worth_it(content, at_hand)
+        if self._is_due:
+            return replace(content, into=self._room(content.split))
         return replace(content, bases=at_hand)
+
+    def _is_worth_it(self, content: Content, at_hand: Mapping[int, BlockId]) -> bool:
+        """Whether deltas will be small enough, by probes of some of the pieces that changed.
+
+        All of them would be encoded only to find out that this should have been an anchor.
+        """
+        stored_bytes = all_bytes = 0
+        step = -(-len(at_hand) // _PROBED_PIECES)
+        for number in sorted(at_hand)[:: max(1, step)]:
+            piece = content.split.pieces[number]
+            raw, base = piece_bytes(piece, content.sources), self._at_hand.read(at_hand[number])
+            if base is None or np.array_equal(np.frombuffer(raw, np.uint8), base):
+                continue
+            hint = self._options.hint(piece)
+            whole_bytes = codec.estimate(raw, hint=self._options.whole_hint(raw, hint))
+            stored_bytes += self._options.delta_bytes(raw, base, hint, whole_bytes) or whole_bytes
+            all_bytes += whole_bytes
+        return stored_bytes <= WORTH_AN_ANCHOR * all_bytes
 
     def read(self, wanted: Sequence[Wanted], /) -> None:
         """Fill every buffer with bytes of the anchor's blocks. Raises as the store does."""
@@ -120,7 +145,9 @@ class Anchors(Closing):
         else:
             self._since += 1
             self._changed |= set(self._before.values()) - set(blocks)
-        left = report.stored_bytes / report.whole_bytes if report.whole_bytes else 0.0
+        # Of what no anchor gives a base, such as bundles of small tensors, nothing is to be judged.
+        whole_bytes = report.based_whole_bytes
+        left = report.based_bytes / whole_bytes if whole_bytes else 0.0
         if self._since >= self._every - 1 or (self._since and left > WORTH_AN_ANCHOR):
             self._is_due = True
 

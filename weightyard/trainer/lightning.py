@@ -10,6 +10,8 @@ from __future__ import annotations
 from os import PathLike
 from typing import TYPE_CHECKING, Any, Unpack
 
+import torch.distributed as dist
+
 from weightyard.errors import NoSuchThing, Protected, Unsupported
 from weightyard.logs import Log
 from weightyard.names import ModelName, Ref
@@ -37,7 +39,7 @@ class YardCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """Saves, loads and removes Lightning's checkpoints as those of a run.
 
     For strategies that have Lightning save whole state dicts: one device, DDP. Its first rank saves
-    for all, and each one loads for itself. The first save takes the run over: a job from before can
+    for all, and they load together. The first save takes the run over: a job from before can
     save no more, nor can one that was there before and had not saved yet. Lightning shows what is
     to be saved when it saves, not before: that is when what cannot be saved is refused.
 
@@ -88,14 +90,15 @@ class YardCheckpointIO(CheckpointIO):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """What was saved under a path, or is meant by a ref, in host memory.
 
-        Nothing in it can run code, whatever `weights_only` says. Raises NoSuchThing, Damaged.
+        Where there are several ranks all of them call it, as Lightning does. Nothing in it can run
+        code, whatever `weights_only` says. Raises NoSuchThing, Damaged.
         """
         found = self._meant_by(path)
         if not found:
             raise NoSuchThing(
                 f"{self._run} has no checkpoint {path}; give its ref, such as {self._run}@step-1200"
             )
-        loaded = load_values(self._yard, found[0].ref, _WEIGHTS, _OTHERS)
+        loaded = load_values(self._yard, found[0].ref, _WEIGHTS, _OTHERS, group=_all_ranks())
         return {**loaded[_OTHERS], _LIGHTNINGS_WEIGHTS: loaded[_WEIGHTS]}
 
     def remove_checkpoint(self, path: str | PathLike[str]) -> None:
@@ -131,3 +134,9 @@ class YardCheckpointIO(CheckpointIO):  # type: ignore[misc]
             self._yard.catalogue.annotate(Ref.parse(version.ref), {"tags": tags})
             self._yard.settle()
             _log.info("lightning.kept", checkpoint=version.ref, reason=why)
+
+
+def _all_ranks() -> dist.ProcessGroup | None:
+    """Those that load together, so that each byte is read once for them; None: this one alone."""
+    is_joined = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+    return dist.group.WORLD if is_joined else None

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -112,16 +113,21 @@ class OptimizerPart(Part):
     def __init__(
         self, name: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
+        """Raises Refused for what it keeps that would be lost."""
         self.name = name
         self._module = module
+        self._averaging: PostLocalSGDOptimizer | None = None
+        if isinstance(optimizer, PostLocalSGDOptimizer):
+            self._averaging, optimizer = optimizer, optimizer.optim
         self._optimizer = optimizer
+        _require_no_more(name, optimizer)
 
     def items(self) -> Items:
         state = self._named_state()
         items: Items = {}
         for fqn, entries in state["state"].items():
             items |= _flat_entries(f"{self.name}.state.{fqn}", entries)
-        return items | self._settings(state["param_groups"])
+        return items | self._settings(state["param_groups"]) | self._averaged()
 
     def check_state(self) -> bool:
         """Refuse what could not be saved of the state; whether there is any yet.
@@ -144,7 +150,7 @@ class OptimizerPart(Part):
         parameters: dict[str, torch.Tensor] = {}
         for group, theirs in zip(self._optimizer.param_groups, groups, strict=True):
             parameters |= zip(theirs["params"], group["params"], strict=True)
-        wanted = self._settings(groups)
+        wanted = self._settings(groups) | self._averaged()
         prefix = f"{self.name}.state."
         for name, entries in _by_parameter(prefix, parameters, metadata.state_dict_metadata):
             for key, entry in entries.items():
@@ -169,6 +175,20 @@ class OptimizerPart(Part):
             )
         for parameter in [one for one, has in self._optimizer.state.items() if not has]:
             del self._optimizer.state[parameter]
+        if self._averaging is not None:
+            self._averaging.averager.step = items[self._averaged_as]
+            # Loading has made new groups; torch leaves the old ones to whoever sets a rate here.
+            self._averaging.param_groups = self._optimizer.param_groups
+
+    @property
+    def _averaged_as(self) -> str:
+        return f"{self.name}.averager.step"
+
+    def _averaged(self) -> Items:
+        """By which post-local SGD knows when to average next, the same on all ranks."""
+        if self._averaging is None:
+            return {}
+        return {self._averaged_as: self._averaging.averager.step}
 
     def _named_state(self) -> dict[str, Any]:
         """The state, and the groups' settings, by names of parameters."""
@@ -184,6 +204,16 @@ class OptimizerPart(Part):
             for key in group
             if key != "params"
         }
+
+
+def _require_no_more(name: str, optimizer: torch.optim.Optimizer) -> None:
+    """torch gives the state by names of parameters without what else an optimizer has in it."""
+    if more := sorted(map(repr, optimizer.state_dict().keys() - {"state", "param_groups"})):
+        raise Refused(
+            f"state {name}: a {type(optimizer).__name__} keeps {', '.join(more)[:200]} beside its "
+            "state and groups, which would not come back; keep it in an object of its own that has "
+            "state_dict and load_state_dict"
+        )
 
 
 @contextmanager
@@ -442,6 +472,12 @@ def _module_of(
     name: str, optimizer: torch.optim.Optimizer, modules: Collection[torch.nn.Module]
 ) -> torch.nn.Module:
     """The module whose parameters an optimizer has. Raises Refused."""
+    if isinstance(optimizer, ZeroRedundancyOptimizer):
+        # Each rank has a part of the state, and torch gives it only whole, to one of them.
+        raise Refused(
+            f"state {name}: a ZeroRedundancyOptimizer cannot be saved; shard the module by "
+            "fully_shard (FSDP2), whose parameters any optimizer of torch shards with them"
+        )
     empty = sum(not group["params"] for group in optimizer.param_groups)
     if empty > 1:  # nothing tells them apart, and torch does not load them
         raise Refused(f"state {name}: {empty} of its groups have no parameters; one may have none")

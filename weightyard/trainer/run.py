@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoi
 
 from weightyard.closing import Closing
 from weightyard.errors import BadSetting, Damaged, RankFailed, Refused, YardError
+from weightyard.format.manifest import Manifest
 from weightyard.logs import Log
 from weightyard.names import AliasName, ModelName, Ref, Step
 from weightyard.records import KeepBest, Retention, Version
@@ -38,6 +39,7 @@ from weightyard.trainer.parts import (
     saved_ranks,
 )
 from weightyard.trainer.publishing import (
+    Export,
     Published,
     plan_export,
     publish_checkpoint,
@@ -74,8 +76,9 @@ class TrainRun(Closing):
     and torch are saved with them.
 
     A resumed run with as many ranks goes on bit for bit where torch is told to be deterministic.
-    A plain DataLoader draws a random number whenever it is iterated: give it a `generator` of its
-    own, so that beginning in the middle of an epoch draws none from the others.
+    A plain DataLoader draws a random number whenever it is iterated: where `sampler.batches` does
+    not put it back, give it a `generator` of its own, so that beginning in the middle of an epoch
+    draws none from the others.
 
     On SIGTERM the step that is computed, with several ranks the one after it, is ended and saved,
     and the process leaves.
@@ -246,48 +249,38 @@ class TrainRun(Closing):
         `metrics` (those of the checkpoint if None), `tags`: as in `yard.push`. Tags also say run
         and step; the checkpoint itself may be removed later.
 
-        All ranks call it. The first one publishes and has the version, the others have None.
-        Raises as `yard.push` does.
+        All ranks call it. The first one publishes and has the version, the others have None, once
+        it is there. Raises as `yard.push` does, on the others RankFailed.
         """
         self.save(wait=True)
-        if not self.job.is_first:
-            return None
-        part = next((one for one in self._parts if one.name == model), None)
-        if not isinstance(part, ModelPart):
-            raise BadSetting(f"model={model!r}: the state has no module of this name")
-        checkpoint = self._saved_version()
-        prefix = f"{model}."
 
-        def renamed(fqn: str) -> str | None:
-            if not fqn.startswith(prefix):
+        def published() -> Published | None:
+            if not self.job.is_first:
                 return None
-            return rename(fqn[len(prefix) :]) if rename is not None else fqn[len(prefix) :]
+            checkpoint = self._saved_version()
+            publication = checked_publication(
+                {
+                    "message": message,
+                    "alias": AliasName(alias).text if alias is not None else None,
+                    "metrics": _finite(metrics) if metrics is not None else checkpoint.metrics,
+                    "tags": {"run": str(self.name), "step": str(checkpoint.step), **(tags or {})},
+                }
+            )
+            manifest = self._yard.manifest(checkpoint.ref)
+            export = self._export_of(manifest, model, rename, consolidate)
+            return publish_checkpoint(
+                self._yard,
+                checkpoint,
+                ModelName.parse(name),
+                publication,
+                export,
+                manifest,
+                self._export_dtype,
+            )
 
-        manifest = self._yard.manifest(checkpoint.ref)
-        export = plan_export(
-            manifest,
-            renamed,
-            dtype=self._export_dtype,
-            consolidate=consolidate,
-            ties=ties_of(part.items()),
-        )
-        publication = checked_publication(
-            {
-                "message": message,
-                "alias": AliasName(alias).text if alias is not None else None,
-                "metrics": _finite(metrics) if metrics is not None else checkpoint.metrics,
-                "tags": {"run": str(self.name), "step": str(checkpoint.step), **(tags or {})},
-            }
-        )
-        return publish_checkpoint(
-            self._yard,
-            checkpoint,
-            ModelName.parse(name),
-            publication,
-            export,
-            manifest,
-            self._export_dtype,
-        )
+        # The others wait for it: one that went on alone would wait in the next collective for a
+        # first rank that has failed.
+        return self.job.each(published, "publishing")
 
     def close(self) -> None:
         """End what is under way in the background. Raises what it failed of."""
@@ -405,6 +398,32 @@ class TrainRun(Closing):
             _log.warning("run.hook_begins_anew", checkpoint=ref, part=part.name)
             return False
         return True
+
+    def _export_of(
+        self,
+        manifest: Manifest,
+        model: str,
+        rename: Callable[[str], str | None] | None,
+        consolidate: bool,
+    ) -> Export:
+        """What of a checkpoint is published, and how. Raises BadSetting."""
+        part = next((one for one in self._parts if one.name == model), None)
+        if not isinstance(part, ModelPart):
+            raise BadSetting(f"model={model!r}: the state has no module of this name")
+        prefix = f"{model}."
+
+        def renamed(fqn: str) -> str | None:
+            if not fqn.startswith(prefix):
+                return None
+            return rename(fqn[len(prefix) :]) if rename is not None else fqn[len(prefix) :]
+
+        return plan_export(
+            manifest,
+            renamed,
+            dtype=self._export_dtype,
+            consolidate=consolidate,
+            ties=ties_of(part.items()),
+        )
 
     def _saved_version(self) -> Version:
         made = self._writer.version

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
@@ -109,8 +110,13 @@ class GlobalOffsetSampler(Sampler[int]):
         staying(loader)
         self._end_of_pass = None
         self._may_warn = False
+        numbers = torch.get_rng_state()
         iterator = iter(loader)  # a StatefulDataLoader puts the sampler where it was saved
         begin = self._place  # workers may have fetched the pass to its end by now: that is not it
+        if begin % self._length and getattr(loader, "generator", None) is None:
+            # It drew a seed for its workers from torch's random numbers. A job that was never
+            # interrupted drew none here: after a resume all later numbers would be others.
+            torch.set_rng_state(numbers)
         turns = self._turns_left(begin)
         given = 0
         try:
