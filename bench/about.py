@@ -27,8 +27,9 @@ the limit and not the link.""",
 
 `Yard.load` where this node has a snapshot, against `safetensors.torch.load_file` of the same file.
 Both map it; ours also asks the registry what the ref means, and looks whether the files are whole.
-*First use* is the first element of the first tensor; for *the last byte* one of every page is
-read.""",
+*First use* is the first element of the first tensor, a hundred times over in each repetition; for
+*the last byte* one of every page is read. The very first load of a process, which imports what it
+needs, is not among them, of either.""",
     "local": """\
 ## The embedded default
 
@@ -41,9 +42,9 @@ node has checked before; with `cache=False` they are checked again.""",
 ## Following
 
 A model is served, a version of which one block in twenty differs is published, the alias moves. The
-time is from the move until the new version is served, asking every 0.02 s. The values differ in
-their last bit, one in ten. *Delta beside*: the version was pushed with `delta="also"`. MB/s are of
-the whole model, served anew.""",
+time is from the move until the new version is served, asking every 0.02 s, by a follower that went
+to another version and back before. The values differ in their last bit, one in ten. *Delta beside*:
+the version was pushed with `delta="also"`. MB/s are of the whole model, served anew.""",
     "rank": """\
 ## A rank's half
 

@@ -27,6 +27,7 @@ from weightyard.registry import binding, schema
 from weightyard.registry.collect import GcOptions
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
+from weightyard.registry.uploads import Reading
 from weightyard.storage.local import LocalStore
 from weightyard.transfer.catalogue import ManifestFile
 
@@ -45,6 +46,8 @@ ASKED = {
 SQLITE = 3.0
 """Of PostgreSQL's time, at most."""
 
+_REPEAT = 3
+"""The best counts: the first waits for pages that filling did not leave in memory."""
 _CHILD_TIMEOUT_S = 3600
 
 
@@ -105,14 +108,10 @@ def measure(database: Database, filled: Filled) -> dict[str, float]:
         "resolve p50 ms": 1000 * resolved_s[len(refs) // 2],
         "resolve p99 ms": 1000 * resolved_s[int(len(refs) * 0.99)],
     }
-    ids = database.read(lambda tx: _some_blocks(tx, filled.blocks, CLAIMED))
-    upload = registry.open_upload(MODEL, Publication())
-    row[f"claim {CLAIMED} s"] = timed_s(lambda: upload.claim(ids))
-    manifest, digest = _manifest(ids[:COMMITTED]), Digest(secrets.token_hex(32))
-    upload.begin_manifest(ManifestFile(digest, 1))
-    row[f"commit {COMMITTED} s"] = timed_s(
-        lambda: upload.commit(digest, manifest, Publication(), secrets.token_hex(8))
-    )
+    for whose, reading in (("", None), (", by a token", Reading((MODEL.project,), "bench"))):
+        published = [_publish(registry, database, filled, reading) for _ in range(_REPEAT)]
+        claimed_s, committed_s = (min(took_s) for took_s in zip(*published, strict=True))
+        row |= {f"claim {CLAIMED}{whose} s": claimed_s, f"commit {COMMITTED}{whose} s": committed_s}
     new = registry.open_upload(MODEL, Publication())
     pack = PackId.new()
     new.begin_pack(pack)
@@ -123,6 +122,22 @@ def measure(database: Database, filled: Filled) -> dict[str, float]:
     new.abandon()
     row["cost s"] = timed_s(lambda: registry.cost(refs[0]))
     return row
+
+
+def _publish(
+    registry: Registry, database: Database, filled: Filled, reading: Reading | None
+) -> tuple[float, float]:
+    """Seconds of a claim of blocks from all over the registry, and of the commit that uses them."""
+    ids = database.read(lambda tx: _some_blocks(tx, filled.blocks, CLAIMED))
+    opened = registry.open_upload(MODEL, Publication())
+    upload = registry.resume_upload(opened.id, Publication(), reading=reading)
+    claimed_s = timed_s(lambda: upload.claim(ids))
+    manifest, digest = _manifest(ids[:COMMITTED]), Digest(secrets.token_hex(32))
+    upload.begin_manifest(ManifestFile(digest, 1))
+    committed_s = timed_s(
+        lambda: upload.commit(digest, manifest, Publication(), secrets.token_hex(8))
+    )
+    return claimed_s, committed_s
 
 
 def _some_blocks(tx: Connection, blocks: int, count: int) -> list[BlockId]:

@@ -31,9 +31,9 @@ was measured and where. The raw samples are in `bench/results.json`. A real HDFS
 DataNodes, each its own JVM) runs on the same machine as the client, and both share its cores: on a
 network, with the DataNodes' work done elsewhere, rates and ratios will be others; the client's CPU
 seconds say most about them. All rows of a section come from one run on one cluster; repetitions of
-different rows take turns. The page cache is warm; disks are not measured. Every reader had one
-untimed go before each that counts; writers and swaps had none. MB/s are 10⁶ bytes a second of the
-best repetition, *spread* is how far the worst was below it. CPU seconds belong to the best one,
+different rows take turns. The page cache is warm; disks are not measured. Every reader, and who
+follows, had an untimed go before each that counts; writers had none. MB/s are 10⁶ bytes a second of
+the best repetition, *spread* is how far the worst was below it. CPU seconds belong to the best one,
 peak memory (the client's resident set, with its libraries and the bytes it received) to the
 hungriest. What was read is compared with the digest of what was written, after the clock stopped.
 *Bound by* says who was busy while a row ran; *others* is all else on the machine: where it is more
@@ -90,9 +90,11 @@ _TRAINING = """\
 they sent, for the same state as above; heartbeats and reports are left out. *Needed* is what a
 checkpoint takes in the store, bases of deltas included, read once. *A step that saves*: a small
 transformer on two ranks (FSDP2), a checkpoint in the background every 20 steps; the stall is what
-the loop waits for in such a step, *lost* is what all steps and the end of the last save took longer
-than steps alone. Everything shares the cores of one machine: what encodes in the background takes
-them from the training. *Bytes of checkpoints*: ten steps from each to the next, three after the
+the loop waits for in such a step, *lost* is what that step and the five after it took longer than
+the median of the six before and the six after these, of the time of 20 steps: only the steps around
+a save tell what it costs, for whole runs that are alike differ by more than what is asked about.
+Everything shares the cores of one machine: what is written in the background takes them from the
+training. *Bytes of checkpoints*: ten steps from each to the next, three after the
 first."""
 
 _CODEC = """\
@@ -108,10 +110,12 @@ _CATALOGUE = """\
 
 Versions of 1,000 lists of a block each, 900 of them shared with the version before; 100 blocks in a
 pack. Resolving: 1,000 times by number, alias and none. A claim asks for 10,000 block ids (all there
-are, if fewer), a commit publishes 9,000 of them, *add* makes a new pack of 1,000 blocks known. A gc
-plan is a dry run, once with nothing to go, once when retention lets half of the versions go; its
-peak is that of its process, interpreter and libraries included. PostgreSQL runs on the same
-machine, as it is after installation. What filling a database left in memory is written before."""
+are, if fewer), from all over the registry, a commit publishes 9,000 of them, each the best of three
+times; *by a token*: of a project, so that for each block a version is looked for that it may read.
+*Add* makes a new pack of 1,000 blocks known. A gc plan is a dry run, once with nothing to go, once
+when retention lets half of the versions go; its peak is that of its process, interpreter and
+libraries included. PostgreSQL runs on the same machine, as it is after installation. What filling a
+database left in memory is written before."""
 
 _SERVICE = """\
 ## The service

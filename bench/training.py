@@ -147,25 +147,48 @@ def _stalls(
     width, layers = (512, 6) if is_large else (64, 2)
     with _Place(site) as place:
         # The last save has half an interval left to end beside the training, as those before it.
-        asked = {"width": width, "layers": layers, "steps": 70 if is_large else 7}
-        ran = place.ran(2, "stall", **asked, interval=20 if is_large else 2)
-    without_s = min(one["seconds"] for one in ran if not one["stalls_s"])
-    rows: list[dict[str, Any]] = []
-    for one in ran:
-        step_s = median(one["steps_s"])
-        row = {
-            "way": one["way"],
-            "state MiB": one["state_bytes"] / _MIB,
-            "steps": len(one["steps_s"]),
-            "seconds": one["seconds"],
-            "median step ms": 1000 * step_s,
-            "stall of a step ms": 1000 * mean(one["stalls_s"]) if one["stalls_s"] else None,
-            "stall / step": mean(one["stalls_s"]) / step_s if one["stalls_s"] else None,
-            "lost": one["seconds"] / without_s - 1 if one["stalls_s"] else None,
-        }
+        asked = {"width": width, "layers": layers, "steps": 90 if is_large else 25}
+        ran = place.ran(2, "stall", **asked, interval=20 if is_large else 10)
+    rows = [stall_row(one) for one in ran]
+    for row in rows:
         done(row)
-        rows.append(row)
     return rows
+
+
+def stall_row(ran: Mapping[str, Any]) -> dict[str, Any]:
+    """What a way to save cost the training beside it. Pure."""
+    steps, stalls = ran["steps_s"], {int(at): stall for at, stall in ran["stalls_s"].items()}
+    lost = lost_by_save(steps, list(stalls))
+    step_s = median(steps)
+    return {
+        "way": ran["way"],
+        "state MiB": ran["state_bytes"] / _MIB,
+        "steps": len(steps),
+        "saves": len(lost),
+        "median step ms": 1000 * step_s,
+        "stall of a step ms": 1000 * mean(stalls.values()),
+        "stall / step": mean(stalls.values()) / step_s,
+        "lost": mean(lost),
+        "lost, from to": f"{min(lost):.2f} to {max(lost):.2f}",
+    }
+
+
+def lost_by_save(steps_s: Sequence[float], saved_at: Sequence[int]) -> list[float]:
+    """What the steps beside each save took longer than those around them, of an interval's time.
+
+    Steps are counted from 1. Only those right around a save say what it cost: the machine is now
+    quicker and now slower, and two runs that are alike differ by more than what is asked about.
+    """
+    every = saved_at[0]
+    beside = every // 3
+    lost = []
+    for at in saved_at:
+        before = steps_s[at - 1 - beside : at - 1]
+        after = steps_s[at - 1 + beside : at - 1 + 2 * beside]
+        usual_s = median((*before, *after))
+        longer_s = sum(steps_s[at - 1 : at - 1 + beside]) - beside * usual_s
+        lost.append(longer_s / (every * usual_s))
+    return lost
 
 
 def _kinds(

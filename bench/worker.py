@@ -1,4 +1,4 @@
-"""A measuring process: reads a task from standard input, does it once, prints a sample.
+"""A measuring process: reads a task from standard input, does it, prints a sample.
 
 A task is prepared (clients connected, memory touched) and, where it can be repeated, done once
 untimed before it counts, so that no row pays for a cold JVM or a cold DataNode.
@@ -47,13 +47,19 @@ class WrongBytes(Exception):
     """A way of reading returned something else than was written."""
 
 
-def sample(action: Action, pids: Sequence[int], digest: str | None) -> Sample:
-    """Do it once and say what it cost. Raises WrongBytes if the bytes are not the ones written."""
+def sample(action: Action, pids: Sequence[int], digest: str | None, calls: int = 1) -> Sample:
+    """Do it, and say what it cost; what takes a millisecond so often that it can be measured.
+
+    Raises WrongBytes if the bytes are not the ones written.
+    """
     before, began = (own_cpu_s(), cpu_s(pids), machine_cpu_s()), time.perf_counter()
-    received = action()
-    seconds = time.perf_counter() - began
+    for _ in range(calls):
+        received = action()
+    seconds = (time.perf_counter() - began) / calls
     after = (own_cpu_s(), cpu_s(pids), machine_cpu_s())
-    client_s, server_s, all_s = (end - start for start, end in zip(before, after, strict=True))
+    client_s, server_s, all_s = (
+        (end - start) / calls for start, end in zip(before, after, strict=True)
+    )
     result = Sample(
         seconds=seconds,
         client_cpu_s=client_s,
@@ -125,11 +131,12 @@ def main() -> None:
     options = dict(request.options)
     digest = options.pop("digest", None)
     is_repeatable = options.pop("is_repeatable", True)
+    calls = options.pop("calls", 1)
     action = tasks()[request.task](request.site, **options)
     if is_repeatable:
         action()
     servers = getattr(action, "server_pids", request.site.datanode_pids)
-    result = sample(action, servers, digest)
+    result = sample(action, servers, digest, calls)
     sys.stdout.buffer.write(b"\n" + msgspec.json.encode(result) + b"\n")
     sys.stdout.flush()
     # A JVM in the process, or a client's threads, may take long to leave or crash on the way.

@@ -40,6 +40,7 @@ def push(
     source: str,
     codec: Literal["auto", "raw"] = "auto",
     delta: Literal["off", "also"] = "off",
+    parent: str | None = None,
     copies: int = 1,
     snapshot: bool = False,
 ) -> Action:
@@ -47,7 +48,6 @@ def push(
     yard = opened(url, folder)
 
     def act() -> list[memoryview]:
-        parent = f"{MODEL}@latest" if delta != "off" else None
         pushed = yard.push(
             source, MODEL, codec=codec, delta=delta, parent=parent, replication=copies
         )

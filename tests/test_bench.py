@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 import bench.__main__ as command
-from bench import catalogue, codec, report
+from bench import catalogue, codec, report, service
 from bench.headline import BEGIN, END, with_headline
 from bench.ratios import ratios_of
 from bench.samples import Footprint, Kind, Measured, Memory, Results, Row, Sample, Table, Timed
@@ -135,6 +135,15 @@ def test_what_was_asked_of_codecs_and_the_registry_is_held_against_it() -> None:
         "**4.00×** PostgreSQL's claim 10000 s: SQLite; asked: 3× or less – **missed**",
         "**1.00×** PostgreSQL's gc plan peak MiB: SQLite; asked: 3× or less",
     ]
+
+
+def test_of_the_service_no_error_is_asked_with_the_most_clients() -> None:
+    def row(clients: int, errors: int) -> dict[str, object]:
+        return {"database": "SQLite", "clients": clients, "errors": errors, "p99 ms": 561.1}
+
+    line = "errors with 200 clients on SQLite, 99 of 100 answers within 561 ms; asked: none"
+    assert service.claims([row(50, 7), row(200, 0)]) == [f"**0** {line}"]
+    assert service.claims([row(50, 0), row(200, 7)]) == [f"**7** {line} – **missed**"]
 
 
 def test_the_registry_and_the_service_have_tables_on_the_page() -> None:

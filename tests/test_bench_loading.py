@@ -13,6 +13,7 @@ from bench import asked, report
 from bench.about import LOADING_SECTIONS
 from bench.samples import Kind, Measured, Results, Row, Sample, Timed
 from bench.shaping import Bucket, narrow_link
+from bench.worker import sample
 
 MACHINE = Measured("2026-11-16", {"cores": "2", "CPU": "a processor"})
 GB = 1_000_000_000
@@ -37,7 +38,10 @@ def test_a_load_is_held_against_the_fastest_peer_the_best_made_of_one_and_the_li
     assert raw.startswith("**2.00×** the fastest peer (peer, fast)")
     assert raw.endswith("asked: 2.5× or more – **missed**")
     assert best == "**1.60×** the best of a peer (peer, views): , raw"
-    assert limit == "**0.50** of the loopback limit: , raw"
+    assert limit == (
+        "**0.50** of the loopback limit: , raw; what bounds it is the cores, of which the client "
+        "took 1.0 and the DataNodes 0.1"
+    )
     assert "planes, 0.67 of the bytes; asked: 1.8× or more" in planes
     assert "missed" not in planes
 
@@ -50,6 +54,30 @@ def test_a_link_says_how_full_it_was_and_what_a_core_can_decode() -> None:
     (line,) = asked.claims("link", rows)
     assert line.startswith("**1.50×** raw on a link of 100 MB/s; asked: 1.4× or more. Raw used 95%")
     assert "decodes 143 MB/s of tensors, as much as 95 MB/s of link bring" in line
+
+
+def test_a_link_that_waits_for_decoding_is_told_from_one_that_planes_should_relieve() -> None:
+    raw = row("raw", 1.1, group="1000 MB/s", read_bytes=GB)
+    decoding = row("planes", 1.1, group="1000 MB/s", read_bytes=GB * 2 // 3)
+    (line,) = asked.claims("link", [raw, decoding])
+    assert line.startswith("**1.00×** raw on a link of 1000 MB/s, where decoding is the limit")
+    waiting = row("planes", 0.8, group="1000 MB/s", read_bytes=GB * 2 // 3)
+    (line,) = asked.claims("link", [raw, waiting])
+    assert line.startswith("**1.38×** raw on a link of 1000 MB/s; asked: 1.4× or more – **missed**")
+
+
+def test_what_takes_a_millisecond_is_done_often_and_told_for_one() -> None:
+    calls: list[float] = []
+
+    def action() -> list[bytes]:
+        time.sleep(0.002)
+        calls.append(time.perf_counter())
+        return []
+
+    began = time.perf_counter()
+    told = sample(action, (), None, calls=20)
+    assert len(calls) == 20
+    assert 0.002 <= told.seconds <= (time.perf_counter() - began) / 20
 
 
 def test_every_fault_counts_and_the_worst_is_told() -> None:
@@ -65,6 +93,10 @@ def test_every_fault_counts_and_the_worst_is_told() -> None:
     assert lines[1].startswith("**4.00 s** at most added to 1.00 s, 1.00 s as a rule")
     assert lines[1].endswith("asked: 3 s or less – **missed**")
     assert lines[2].startswith("**2 of 3** loads succeeded, one stopped; 0 of them")
+    unfelt = [rows[0], row("one killed", 1.5, 2.0, 5.0)]
+    assert asked.claims("faults", unfelt)[0].endswith(
+        "0 of them had to turn to another DataNode – **missed**"
+    )
     assert lines[2].endswith("**missed**")
     page = report.render(Results(faults=Timed(MACHINE, tuple(rows))))
     assert "weightyard, one stopped: a repetition failed: no replica" in page

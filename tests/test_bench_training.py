@@ -36,7 +36,6 @@ CONTENT: dict[str, Any] = {
         {"ranks": "4 → 8", "who": OURS, "sent / needed": 1.2},
     ],
     "a step that saves": [
-        {"way": "without", "stall of a step ms": None, "stall / step": None, "lost": None},
         {"way": STOCK, "stall of a step ms": 40.0, "stall / step": 0.4, "lost": 0.2},
         {"way": OURS, "stall of a step ms": 10.0, "stall / step": 0.1, "lost": 0.08},
     ],
@@ -61,6 +60,25 @@ def test_what_is_read_and_lost_is_held_against_its_bound_and_torchs_is_not_asked
     assert lost.endswith("**missed**")
     assert stall.startswith("**0.25** of the stall by `dcp.async_save`")
     assert stall.endswith("**10%** of a step")
+
+
+def test_what_a_save_costs_is_told_by_the_steps_around_it() -> None:
+    """The machine gets slower meanwhile, which is not the save's doing."""
+    steps = [1.0] * 30 + [2.0] * 30
+    steps[9] += 0.5  # the step that begins the first save, and the one after it
+    steps[10] += 0.5
+    steps[39] += 4.0
+    ran = {
+        "way": OURS,
+        "steps_s": steps,
+        "stalls_s": {"10": 0.2, "40": 0.4},
+        "state_bytes": 1 << 20,
+    }
+    assert training.lost_by_save(steps, [10, 40]) == pytest.approx([0.1, 0.2])
+    row = training.stall_row(ran)
+    assert (row["saves"], row["lost"]) == (2, pytest.approx(0.15))
+    assert row["lost, from to"] == "0.10 to 0.20"
+    assert row["stall of a step ms"] == pytest.approx(300)
 
 
 def test_the_page_has_checkpoints_and_training() -> None:
