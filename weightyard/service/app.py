@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from functools import cache
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
 from fastapi.routing import APIRoute, APIRouter
+from starlette.routing import BaseRoute
 
 from weightyard.errors import Bug
 from weightyard.logs import Log
@@ -72,15 +74,23 @@ def create_app(service: Service) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.service = service
-    for router in ROUTERS:
-        _require_rules(router)
-        app.include_router(router, prefix=PREFIX)
-    app.include_router(operate.open_router, prefix=PREFIX)
+    app.router.routes.extend(_routes())
     problems.install(app)
     app.add_middleware(Limits)
     app.add_middleware(Tracing, metrics=service.metrics)
     app.openapi = lambda: _schema(app)  # type: ignore[method-assign]
     return app
+
+
+@cache
+def _routes() -> Sequence[BaseRoute]:
+    """All routes, the same for every app: to look into their signatures takes longest."""
+    together = APIRouter()
+    for router in ROUTERS:
+        _require_rules(router)
+        together.include_router(router, prefix=PREFIX)
+    together.include_router(operate.open_router, prefix=PREFIX)
+    return together.routes
 
 
 def _require_rules(router: APIRouter) -> None:
