@@ -276,6 +276,16 @@ def test_a_gateway_that_breaks_off_is_unavailable_and_named() -> None:
             WebHdfsReads(namenode).read(location, [read], Deadline.after(_LIMIT_S))
 
 
+def test_a_namenode_that_is_not_there_is_named_with_where_its_address_comes_from() -> None:
+    with behind(OldGateway) as namenode:
+        (url,) = namenode._cluster.webhdfs
+    with pytest.raises(
+        StoreUnavailable, match=r"127\.0\.0\.1:\d+ by WebHDFS.*HADOOP_CONF_DIR"
+    ) as told:
+        namenode.locate(_PATH, Deadline.after(_LIMIT_S))
+    assert urlsplit(url).netloc in str(told.value)
+
+
 class Trickling(OldGateway):
     """Sends a byte now and then: there is always one before a time-out."""
 

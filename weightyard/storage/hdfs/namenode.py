@@ -11,6 +11,7 @@ from email.utils import parsedate_to_datetime
 from functools import partial
 from io import BytesIO
 from typing import Annotated, Any, Protocol, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 import requests
@@ -390,6 +391,13 @@ _BY_EXCEPTION: dict[str, type[YardError]] = {
 }
 
 
+def _asked(why: requests.RequestException | HTTPError) -> str:
+    """Who did not answer."""
+    request = getattr(why, "request", None)
+    address = urlsplit(request.url).netloc.rpartition("@")[2] if request is not None else ""
+    return address or "a NameNode"
+
+
 @contextmanager
 def _translated(path: StorePath | str) -> Iterator[None]:
     """Turns what the client raises into the error tree, naming the file."""
@@ -413,6 +421,9 @@ def _translated(path: StorePath | str) -> Iterator[None]:
             ) from None
         waited_s = time.monotonic() - began
         said = f"{type(why).__name__} after {waited_s:.1f} s"
-        raise StoreUnavailable(f"{path}: no answer from a NameNode: {said}") from None
+        raise StoreUnavailable(
+            f"{path}: no answer from {_asked(why)} by WebHDFS: {said}; is it up, and does "
+            "HADOOP_CONF_DIR say where it listens (dfs.namenode.http-address)?"
+        ) from None
     except (KeyError, TypeError, ValueError) as why:
         raise StoreUnavailable(f"{path}: not a NameNode's answer: {why!r:.200}") from None
