@@ -31,7 +31,7 @@ from weightyard.errors import (
 from weightyard.format.block import KIB, MIB, Codec, block_id
 from weightyard.format.dtypes import DType, nbytes
 from weightyard.format.pack import Placement
-from weightyard.format.splitting import StateTensor, split_state
+from weightyard.format.splitting import Part, Piece, StateTensor, split_state
 from weightyard.names import BlockId, PackId, UploadId
 from weightyard.storage.local import LocalStore
 from weightyard.storage.retry import Retry, RetryingStore
@@ -42,7 +42,7 @@ from weightyard.transfer.catalogue import MemoryCatalogue, Packing
 from weightyard.transfer.filling import AHEAD_BYTES, Filling, PackInWork, ReadyBlock
 from weightyard.transfer.plan import Wanted
 from weightyard.transfer.reader import Reader
-from weightyard.transfer.source import FileSource, MemorySource, Source, translated
+from weightyard.transfer.source import FileSource, MemorySource, Source, piece_id, translated
 from weightyard.transfer.writer import Content, WriteOptions, Writer
 
 RAW_BYTES = MIB
@@ -249,6 +249,20 @@ def test_a_file_that_changed_since_it_was_looked_at_is_refused(
     os.utime(path, ns=(seen, seen + 10**7))  # the clock of a file system may be slow
     with pytest.raises(Conflict, match="changed while it was read"):
         source.read_at(0, 2)
+    with pytest.raises(Conflict, match="changed while it was read"):
+        list(source.passing(0, 2))
+
+
+@pytest.mark.parametrize("length", [0, 1, MIB - 1, MIB, MIB + 1, 2 * MIB + 77])
+def test_a_block_has_the_same_name_whether_its_bytes_are_kept_or_only_pass(
+    tmp_path: Path, length: int
+) -> None:
+    content = os.urandom(3 * MIB)
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    piece = Piece((Part(0, 5, length), Part(1, 0, length)), Codec.RAW)
+    sources = [FileSource(path), MemorySource(content)]
+    assert piece_id(piece, sources) == block_id(content[5 : 5 + length] + content[:length])
 
 
 def test_a_file_the_system_fails_to_read_is_not_said_to_be_missing() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -193,7 +194,15 @@ def chunk_bytes(raw_bytes: int, chunk: int) -> int:
 
 def block_id(data: Buffer) -> BlockId:
     """The name of the block with these raw bytes."""
-    return BlockId(blake3(data).hexdigest())
+    return block_id_of([data])
+
+
+def block_id_of(parts: Iterable[Buffer]) -> BlockId:
+    """The same, of raw bytes that come one part after the other."""
+    hashed = blake3()
+    for part in parts:
+        hashed.update(part)
+    return BlockId(hashed.hexdigest())
 
 
 def segment_checksum(stored: Buffer, block: BlockId, index: int) -> int:

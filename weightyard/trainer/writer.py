@@ -31,7 +31,7 @@ from weightyard.errors import (
 )
 from weightyard.format import manifest as manifests
 from weightyard.format.assembly import Share, share_of
-from weightyard.format.block import MIB, block_id
+from weightyard.format.block import MIB
 from weightyard.format.manifest import Manifest
 from weightyard.format.splitting import split_plain
 from weightyard.logs import Log
@@ -50,7 +50,7 @@ from weightyard.transfer.durable import least_replicas
 from weightyard.transfer.memory import SpareMemory
 from weightyard.transfer.publish import checked_publication, store_manifest
 from weightyard.transfer.reader import Reader
-from weightyard.transfer.source import MemorySource, piece_bytes
+from weightyard.transfer.source import MemorySource, piece_id
 from weightyard.transfer.together import run_together
 from weightyard.transfer.writer import Content, WriteOptions, Writer, WriteReport, require_delta
 
@@ -416,7 +416,7 @@ class YardWriter(StorageWriter, Closing):
             state = State(objects, _paths(metadata))
             shares = [one.storage_data for one in written if isinstance(one.storage_data, Share)]
             content = self._state_content(state)
-            named = [block_id(piece_bytes(one, content.sources)) for one in content.split.pieces]
+            named = [piece_id(one, content.sources) for one in content.split.pieces]
             shares.append(share_of(content.split, named))
             manifest = manifest_of_shares(shares, self._yard.block_bytes)
             _require_all(metadata, manifest, state)

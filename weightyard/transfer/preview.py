@@ -8,11 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 from weightyard.format import manifest as manifests
 from weightyard.format.assembly import manifest_of
-from weightyard.format.block import block_id
 from weightyard.names import BlockId
 from weightyard.records import PushPlan, PushPlanFile
 from weightyard.transfer.catalogue import Catalogue
-from weightyard.transfer.source import piece_bytes
+from weightyard.transfer.source import piece_id
 from weightyard.transfer.writer import Content
 
 _BATCH_BLOCKS = 1024
@@ -48,7 +47,7 @@ def _hashed(contents: Sequence[Content], progress: Callable[[int], None]) -> lis
     cuts = [(piece, content.sources) for content in contents for piece in content.split.pieces]
     ids: list[BlockId] = []
     with ThreadPoolExecutor(max(2, os.cpu_count() or 2), "weightyard-hash") as workers:
-        hashed = workers.map(lambda cut: block_id(piece_bytes(*cut)), cuts)
+        hashed = workers.map(lambda cut: piece_id(*cut), cuts)
         for id, (piece, _) in zip(hashed, cuts, strict=True):
             ids.append(id)
             progress(piece.raw_bytes)

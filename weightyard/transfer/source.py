@@ -22,7 +22,12 @@ from weightyard.errors import (
     StoreUnavailable,
     YardError,
 )
+from weightyard.format.block import MIB, block_id_of
 from weightyard.format.splitting import Piece
+from weightyard.names import BlockId
+
+_PASSING_BYTES = MIB
+"""Read at once of a file of which nothing is kept: what a core's own cache has room for."""
 
 _BY_ERRNO: dict[int, type[YardError]] = {
     errno.ENOENT: NoSuchThing,
@@ -62,6 +67,17 @@ class Source(ABC):
         """The bytes themselves if they are in memory, else None. Others may change them."""
         return None
 
+    def passing(self, offset: int, length: int) -> Iterator[memoryview]:
+        """The bytes in order, to be looked at once: what was given is gone when more is asked for.
+
+        Raises Conflict if the source is seen to have changed.
+        """
+        view = self.view(offset, length)
+        if view is None:
+            view = np.empty(length, np.uint8).data
+            self.read_into(offset, view)
+        yield view
+
 
 class MemorySource(Source):
     """Bytes in memory, of which no copy is kept."""
@@ -89,18 +105,34 @@ class FileSource(Source):
         self.length = self._state.length
 
     def read_into(self, offset: int, into: memoryview) -> None:
+        with self._opened() as file:
+            self._fill(file, offset, into)
+
+    def passing(self, offset: int, length: int) -> Iterator[memoryview]:
+        memory = np.empty(min(length, _PASSING_BYTES), np.uint8).data
+        with self._opened() as file:
+            for start in range(0, length, _PASSING_BYTES):
+                into = memory[: length - start]
+                self._fill(file, offset + start, into)
+                yield into
+
+    @contextmanager
+    def _opened(self) -> Iterator[int]:
         with translated(self._path):
             file = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
             try:
-                rest = into
-                while rest and (done := os.preadv(file, [rest], offset)):
-                    offset += done
-                    rest = rest[done:]
-                # Looked at last, so that what changed while it was read is noticed too.
-                if rest or _state(os.fstat(file)) != self._state:
-                    raise Conflict(f"{self._path} changed while it was read: push it again")
+                yield file
             finally:
                 os.close(file)
+
+    def _fill(self, file: int, offset: int, into: memoryview) -> None:
+        rest = into
+        while rest and (done := os.preadv(file, [rest], offset)):
+            offset += done
+            rest = rest[done:]
+        # Looked at last, so that what changed while it was read is noticed too.
+        if rest or _state(os.fstat(file)) != self._state:
+            raise Conflict(f"{self._path} changed while it was read: push it again")
 
 
 class _State(NamedTuple):
@@ -133,6 +165,15 @@ def piece_view(piece: Piece, sources: Sequence[Source]) -> memoryview | None:
         return None
     (part,) = piece.parts
     return sources[part.source].view(part.start, part.length)
+
+
+def piece_id(piece: Piece, sources: Sequence[Source]) -> BlockId:
+    """The name of the block a piece becomes. Of its bytes no copy is kept."""
+    return block_id_of(
+        passing
+        for part in piece.parts
+        for passing in sources[part.source].passing(part.start, part.length)
+    )
 
 
 def piece_bytes(piece: Piece, sources: Sequence[Source]) -> memoryview:

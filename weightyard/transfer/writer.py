@@ -32,7 +32,7 @@ from weightyard.transfer.durable import require_replicas, was_counted
 from weightyard.transfer.filling import Filling, PackInWork, ReadyBlock
 from weightyard.transfer.memory import Buffers, SpareMemory
 from weightyard.transfer.plan import Wanted
-from weightyard.transfer.source import Source, piece_view, read_piece
+from weightyard.transfer.source import Source, piece_id, read_piece
 from weightyard.transfer.together import run_together
 
 _BATCH_PIECES = 1024
@@ -276,14 +276,10 @@ class Writer:
         These are a copy even of what is in memory: training may go on meanwhile, and a tensor that
         changed after it was hashed would be stored under another block's name.
         """
-        is_kept |= cut.into is not None
-        view = None if is_kept else piece_view(cut.piece, cut.sources)
-        raw = cut.read(self._buffers) if view is None else view
-        id = block_id(raw)
-        if is_kept:
-            return id, raw
-        self._buffers.give(raw)
-        return id, None
+        if not is_kept and cut.into is None:
+            return piece_id(cut.piece, cut.sources), None
+        raw = cut.read(self._buffers)
+        return block_id(raw), raw
 
     def _claimed_bases(self, new: Mapping[BlockId, Cut]) -> Set[BlockId]:
         """The bases that may be used: held by the upload, and standalone. Deltas have depth 1."""
