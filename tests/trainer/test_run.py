@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -34,7 +35,7 @@ from weightyard.errors import (
 )
 from weightyard.names import ModelName, Ref
 from weightyard.opening import open_yard
-from weightyard.records import KeepBest
+from weightyard.records import KeepBest, Retention
 from weightyard.settings import Settings
 from weightyard.storage.retry import Retry, RetryingStore
 from weightyard.testing.faults import Fault, FaultyStore
@@ -313,12 +314,26 @@ def test_a_run_that_was_removed_begins_anew(yard: Yard) -> None:
     assert train(yard, 4, interval=None).resumed == 3
 
 
-def test_rules_of_an_earlier_job_take_no_checkpoint_of_one_that_keeps_all(yard: Yard) -> None:
+def test_a_job_that_names_no_rules_leaves_those_of_its_run(
+    yard: Yard, caplog: pytest.LogCaptureFixture
+) -> None:
+    train(yard, 2, interval=2)
+    rules = Retention(keep_last=2, ttl_s=0)
+    yard.set_retention(RUN, rules)
+    with caplog.at_level(logging.INFO, "weightyard"):
+        train(yard, 8, interval=2)
+    assert yard.catalogue.model(ModelName.parse(RUN)).retention == rules
+    assert "run.rules_stay" in caplog.text
+    assert steps_in(yard) == [8, 6, 4, 2]  # it lets none go by itself
+    yard.catalogue.apply_retention(ModelName.parse(RUN))
+    assert steps_in(yard) == [8, 6]
+
+
+def test_a_job_that_names_rules_sets_those_of_its_run(yard: Yard) -> None:
     train(yard, 4, interval=2, keep_latest_k=1)
     assert steps_in(yard) == [4]
-    train(yard, 8, interval=2)
-    assert yard.catalogue.apply_retention(ModelName.parse(RUN)) == []
-    assert steps_in(yard) == [8, 6, 4]
+    train(yard, 8, interval=2, keep_latest_k=2)
+    assert steps_in(yard) == [8, 6]
 
 
 def test_a_checkpoint_that_lacks_something_says_what_to_do(yard: Yard) -> None:

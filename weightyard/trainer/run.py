@@ -107,8 +107,8 @@ class TrainRun(Closing):
 
         `interval`, `interval_s`: steps, and seconds, from one checkpoint to the next; None: not by
         these. `keep_latest_k`, `keep_every`, `keep_best`: which checkpoints stay, the newest ones,
-        steps that are multiples, the best by a metric (`KeepBest`); without any of them all stay,
-        whatever rules the run had when this job takes it over.
+        steps that are multiples, the best by a metric (`KeepBest`). They become the run's rules
+        when this job takes it over; without any of them those it has stay, and gc goes by them.
         `async_mode`: "async" saves in the background, from a copy in host memory; one that fails
         is raised by the `step` in which all ranks know it. `export_dtype`: published weights are
         cast to it. `load_step`: resume from this step instead of the newest.
@@ -334,8 +334,13 @@ class TrainRun(Closing):
         catalogue = self._yard.catalogue
         current = current_generation(catalogue, self.name)
         taken = catalogue.begin_generation(self.name, expect=current)
-        if catalogue.model(self.name).retention != self._retention:
-            # Rules of an earlier job, too: gc would let go by them what this one keeps.
+        rules = catalogue.model(self.name).retention
+        if self._retention is None:
+            # Who named none has nothing against those there are: an operator's must outlast jobs.
+            if rules is not None:
+                named = ",".join(f"{name}:{value}" for name, value in rules if value is not None)
+                _log.info("run.rules_stay", run=self.name, rules=named)
+        elif rules != self._retention:
             catalogue.set_retention(self.name, self._retention)
         self._yard.settle()
         return taken.generation
