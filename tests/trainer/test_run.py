@@ -268,6 +268,39 @@ def test_names_and_optimizers_that_do_not_fit_are_refused(yard: Yard) -> None:
         TrainRun(yard, RUN, {"model": nn.Linear(2, 2)}, exclude_from_loading=["optim"])
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"interval": 2.5}, "interval=2.5: a whole number"),
+        ({"interval": "10"}, "interval='10': a whole number"),
+        ({"interval_s": "60"}, "interval_s='60': a number"),
+        ({"load_step": "3"}, "load_step='3': a whole number"),
+        ({"seed": -1}, "seed=-1: a whole number"),
+        ({"seed": "x"}, "seed='x': a whole number"),
+        ({"keep_latest_k": "all"}, "keep_latest_k"),
+        ({"keep_every": 2.5}, "keep_every"),
+        ({"keep_best": "loss"}, "keep_best"),
+        ({"exclude_from_loading": "model"}, r"a list of names: \['model'\]"),
+        ({"replication": 0}, "replication"),
+        ({"policy": "no policy"}, "policy"),
+        ({"threads": -1}, "threads=-1: at least 1"),
+    ],
+)
+def test_options_that_a_later_save_or_resume_would_fail_of_are_refused_when_the_run_is_made(
+    yard: Yard, given: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(BadSetting, match=said):
+        TrainRun(yard, RUN, {"extra": Counter()}, **given)
+
+
+def test_metrics_without_names_are_refused_and_the_step_does_not_count(yard: Yard) -> None:
+    with TrainRun(yard, RUN, {"extra": Counter()}) as run:
+        loss: Any = 0.5
+        with pytest.raises(BadSetting, match="metrics"):
+            run.step(loss)
+        assert run.steps == 0
+
+
 def test_a_step_and_parts_can_be_chosen_for_a_resume(yard: Yard) -> None:
     train(yard, 6, interval=2)
     made = setting()

@@ -187,6 +187,27 @@ def test_post_local_sgd_averages_after_a_resume_as_if_it_had_not_been_interrupte
         assert resumed.weights == whole.weights
 
 
+def used_after_its_end(world: World, rank: int) -> list[Outcome]:
+    made = setting()
+    with world.yard(rank) as yard:
+        with TrainRun(yard, RUN, made.state, interval=2) as run:
+            for _ in steps_of(made, run, 3):
+                pass
+        return [
+            attempt(one)
+            for one in (lambda: run.publish("team/out"), run.save, run.step, run.resume)
+        ]
+
+
+def test_a_run_that_was_closed_makes_no_checkpoint_of_each_rank_alone(world: World) -> None:
+    for outcomes in run_ranks(world, used_after_its_end, size=2).values():
+        assert [(one.error, "is closed" in one.message) for one in outcomes] == [
+            ("Refused", True)
+        ] * 4
+    with world.yard(0) as yard:
+        assert [one.step for one in yard.versions(RUN)] == [2]
+
+
 def saved_by_two(world: World, rank: int) -> Trained:
     with world.yard(rank) as yard:
         return train(yard, 4, interval=4)

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 import torch
+from pydantic import ValidationError
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
@@ -47,7 +48,15 @@ from weightyard.trainer.publishing import (
 )
 from weightyard.trainer.reader import YardReader
 from weightyard.trainer.resuming import checkpoints_to_resume, load_newest
-from weightyard.trainer.saving import Leaving, Save, Saver, Schedule, plain_errors, quiet_alone
+from weightyard.trainer.saving import (
+    Leaving,
+    Save,
+    Saver,
+    Schedule,
+    plain_errors,
+    quiet_alone,
+    require_whole,
+)
 from weightyard.trainer.writer import Writing, YardWriter, current_generation
 from weightyard.transfer.publish import checked_publication
 
@@ -121,6 +130,13 @@ class TrainRun(Closing):
         """
         if async_mode not in ("disabled", "async"):
             raise BadSetting(f"async_mode={async_mode!r}: 'disabled' or 'async'")
+        for option, value in (("load_step", load_step), ("seed", seed)):
+            if value is not None:
+                require_whole(option, value, 0)
+        if isinstance(exclude_from_loading, str):
+            raise BadSetting(
+                f"exclude_from_loading takes a list of names: [{exclude_from_loading!r}]"
+            )
         self._yard = yard
         self.name = ModelName.parse(name)
         self._schedule = Schedule(interval, interval_s)
@@ -139,6 +155,7 @@ class TrainRun(Closing):
         self._parts: list[Part] = []
         self._stateless: list[OptimizerPart] = []
         self._refused: Refused | None = None  # of an optimizer's state, until all ranks know it
+        self._is_closed = False
         with ExitStack() as opened:
             opened.callback(self.job.close)
             check_together(self.job.all(lambda: self._look_at(state), "looking at the state"))
@@ -167,6 +184,7 @@ class TrainRun(Closing):
         Raises RunTakenOver, DoesNotFit, NoSuchThing for a step that is not there, Damaged if there
         is no checkpoint that is whole.
         """
+        self._require_open()
         self._saver.wait()
         self._begin()
         refs = self.job.first(self._found, "finding a checkpoint")
@@ -190,6 +208,9 @@ class TrainRun(Closing):
         what an optimizer has made in its first step and cannot be saved, with several ranks in the
         second, on the others RankFailed. After a signal: saves, then SystemExit.
         """
+        self._require_open()
+        if not isinstance(metrics, Mapping | None):
+            raise BadSetting(f"metrics={metrics!r:.80}: by their names, as in {{'loss': 0.5}}")
         try:
             self._look_at_optimizers()
         except Refused as why:
@@ -218,6 +239,7 @@ class TrainRun(Closing):
         With `async_mode="async"` it is begun, and `wait` waits for its end. Raises what saving
         raises, also the one before.
         """
+        self._require_open()
         if self._saver.step != self.steps:
             if self.generation is None:
                 self._begin()
@@ -284,6 +306,7 @@ class TrainRun(Closing):
 
     def close(self) -> None:
         """End what is under way in the background. Raises what it failed of."""
+        self._is_closed = True
         try:
             self._saver.close()
         finally:
@@ -304,6 +327,14 @@ class TrainRun(Closing):
                 raise
             # What ended the loop is the news; why the last save failed often follows from it.
             _log.warning("run.not_saved", run=self.name, reason=why)
+
+    def _require_open(self) -> None:
+        """Raises Refused: without the groups of its job each rank would save for itself alone."""
+        if self._is_closed:
+            raise Refused(
+                f"the run {self.name} is closed: what saves, publishes or resumes it comes before "
+                "the end of its `with`, or its close()"
+            )
 
     def _look_at(self, state: Mapping[str, Any]) -> tuple[int, int]:
         """Refuse now what could not be saved in hours; as `check_items`."""
@@ -453,10 +484,13 @@ class TrainRun(Closing):
 def _retention(latest: int | None, every: int | None, best: KeepBest | None) -> Retention | None:
     if latest is None and every is None and best is None:
         return None
-    for name, value in (("keep_latest_k", latest), ("keep_every", every)):
-        if value is not None and value < 1:
-            raise BadSetting(f"{name}={value}: at least 1, or None")
-    return Retention(keep_last=latest, keep_every=every, keep_best=best)
+    try:
+        return Retention(keep_last=latest, keep_every=every, keep_best=best)
+    except ValidationError as why:
+        first = why.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        option = "keep_latest_k" if where == "keep_last" else where
+        raise BadSetting(f"{option}={first['input']!r:.80}: {first['msg']}") from None
 
 
 def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -47,9 +48,10 @@ class Schedule:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Raises BadSetting."""
-        for name, value in (("interval", interval), ("interval_s", interval_s)):
-            if value is not None and value <= 0:
-                raise BadSetting(f"{name}={value}: more than 0, or None")
+        if interval is not None:
+            require_whole("interval", interval, 1)
+        if interval_s is not None and not (isinstance(interval_s, int | float) and interval_s > 0):
+            raise BadSetting(f"interval_s={interval_s!r:.80}: a number over 0, or None")
         self._interval, self._interval_s = interval, interval_s
         self._clock = clock
         self._began = clock()
@@ -63,6 +65,12 @@ class Schedule:
     def saved(self) -> None:
         """The time begins anew."""
         self._began = self._clock()
+
+
+def require_whole(name: str, value: object, least: int) -> None:
+    """Raises BadSetting: what came from a command line is often text still."""
+    if not isinstance(value, Integral) or int(value) < least:
+        raise BadSetting(f"{name}={value!r:.80}: a whole number of at least {least}")
 
 
 _SAME_WISH_S = 5.0

@@ -176,6 +176,12 @@ class YardWriter(StorageWriter, Closing):
         be had.
         """
         require_delta(delta)
+        if threads is not None and threads < 1:
+            raise BadSetting(f"threads={threads}: at least 1, or None")
+        # What the first save would fail of, hours later.
+        checked_publication(
+            {"metrics": dict(metrics or {}), "replication": replication, "policy": policy}
+        )
         self._yard = yard
         self._store = _store_of(yard)
         self.run = ModelName.parse(run)
