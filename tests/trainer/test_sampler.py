@@ -9,9 +9,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+)
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from weightyard.errors import Refused
@@ -284,3 +291,26 @@ def test_a_state_that_cannot_be_is_refused(state: dict[str, Any], why: str) -> N
 def test_a_sampler_that_cannot_be_is_refused(arguments: dict[str, Any], why: str) -> None:
     with pytest.raises(Refused, match=why):
         GlobalOffsetSampler(**arguments)
+
+
+def test_a_loader_that_does_not_sample_by_it_is_refused() -> None:
+    sampler = GlobalOffsetSampler(10, seed=1)
+    data = Numbers(10)
+    loaders: list[DataLoader[Any]] = [
+        DataLoader(data, 4),
+        DataLoader(data, 4, shuffle=True),
+        DataLoader(data, 4, sampler=DistributedSampler(data, 2, 0)),
+        DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, drop_last=False)),
+        DataLoader(data, batch_size=None),
+    ]
+    for loader in loaders:
+        with pytest.raises(Refused, match="sampler="):
+            next(sampler.batches(loader))
+    own = DataLoader(data, batch_sampler=BatchSampler(sampler, 4, drop_last=False))
+    assert sorted(torch.cat(list(sampler.batches(own))).tolist()) == list(range(10))
+
+
+@pytest.mark.parametrize("length", [[1, 2, 3], 3.0, "3", True])
+def test_a_length_that_is_no_whole_number_is_refused(length: Any) -> None:
+    with pytest.raises(Refused, match=r"len\(dataset\)"):
+        GlobalOffsetSampler(length)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.utils.data import Sampler
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
 
 from weightyard.errors import Refused
 from weightyard.logs import Log
@@ -70,6 +70,10 @@ class GlobalOffsetSampler(Sampler[int]):
             rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
         if not 0 <= rank < ranks:
             raise Refused(f"rank {rank} of {ranks} ranks: ranks count from 0")
+        if type(length) is not int:
+            raise Refused(
+                f"a sampler takes len(dataset), a whole number, not a {type(length).__name__}"
+            )
         if not 0 < length <= MAX_COUNT:
             raise Refused(f"a dataset of {length} samples; 1 to {MAX_COUNT} can be sampled")
         self._length, self._rank, self._ranks = length, rank, ranks
@@ -104,9 +108,10 @@ class GlobalOffsetSampler(Sampler[int]):
         Workers may be any number of batches ahead: what the loop was not given is given again
         after a resume, and by the next call if the loop is left early. With `drop_last` what was
         dropped counts as consumed. Its workers stay when a signal asks the job to end. Raises
-        Refused if the loader does not say its batch size.
+        Refused if the loader does not say its batch size, or takes samples from another sampler.
         """
         size = _batch_size(loader)
+        _require_sampled(loader)
         staying(loader)
         self._end_of_pass = None
         self._may_warn = False
@@ -242,6 +247,20 @@ def _counted(value: object, what: str) -> int:
     if type(value) is not int or not 0 <= value < MAX_COUNT:
         raise Refused(f"{what} {value!r:.40} is not a number from 0 to {MAX_COUNT}")
     return value
+
+
+def _require_sampled(loader: object) -> None:
+    """Raises Refused for a loader of which torch's own samplers choose the samples.
+
+    One of another kind may have been made around this one, which nobody can tell.
+    """
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    found = getattr(loader if batch_sampler is None else batch_sampler, "sampler", None)
+    if isinstance(found, SequentialSampler | RandomSampler | DistributedSampler):
+        raise Refused(
+            f"the loader takes its samples from a {type(found).__name__}, not from this sampler: "
+            "make it with sampler=…, without shuffle"
+        )
 
 
 def _batch_size(loader: object) -> int:
