@@ -13,7 +13,7 @@ from service_world import World, make_world, served
 
 import weightyard
 from weightyard import Yard
-from weightyard.errors import AliasMoved, InvalidName, NoSuchThing, Refused
+from weightyard.errors import AliasMoved, BadSetting, InvalidName, NoSuchThing, Refused
 from weightyard.names import FilePath
 from weightyard.opening import open_yard
 from weightyard.settings import Settings
@@ -268,3 +268,9 @@ def test_a_yard_is_opened_by_the_path_of_its_folder(
         yard.push(model, "team/bert")
     with weightyard.open(str(tmp_path / "yard")) as yard:
         assert yard.resolve("team/bert").number == 1
+
+
+@pytest.mark.parametrize("nothing", ["", " "])
+def test_no_name_is_not_taken_for_the_default_yard(nothing: str) -> None:
+    with pytest.raises(BadSetting, match=r"empty; .* leave it out"):
+        weightyard.open(nothing)

@@ -91,7 +91,13 @@ def store_url(url: str | None, settings: Settings) -> str | None:
 
 
 def chosen_url(url: str | None, settings: Settings) -> str | None:
-    """The argument, else WEIGHTYARD_URL, else WEIGHTYARD_STORE; None: the default folder."""
+    """The argument, else WEIGHTYARD_URL, else WEIGHTYARD_STORE; None: the default folder.
+
+    Raises BadSetting for an argument that names nothing: a variable of a script was not set, and
+    what was meant for one yard would be done to another.
+    """
+    if url is not None and not url.strip():
+        raise BadSetting("the yard's URL or folder is empty; for the default yard leave it out")
     if url is None and settings.url is not None and settings.store is not None:
         raise BadSetting("WEIGHTYARD_URL and WEIGHTYARD_STORE are both set: unset one of them")
     return url or settings.url or settings.store

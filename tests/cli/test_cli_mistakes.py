@@ -104,6 +104,11 @@ def test_a_place_that_cannot_be_written_is_named(cli: Cli, base: Path) -> None:
     assert "/proc" in cli.refused(2, "--yard", "/proc/yard", "ls")
 
 
+def test_a_yard_of_an_empty_name_is_not_the_default_one(cli: Cli) -> None:
+    assert "URL or folder is empty" in cli.refused(2, "--yard", "", "ls")
+    assert "URL or folder is empty" in cli.refused(2, "ls", "--yard", "")
+
+
 def test_a_file_where_a_folder_is_meant_is_called_a_file(
     cli: Cli, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -186,7 +186,7 @@ def _merged(ctx: typer.Context, given: Mapping[str, Any]) -> Session:
     session = before if isinstance(before, Session) else Session()
     return replace(
         session,
-        url=given["yard"] or session.url,
+        url=session.url if given["yard"] is None else given["yard"],
         token=given["token"] or session.token,
         as_json=given["as_json"] or session.as_json,
         quiet=given["quiet"] or session.quiet,
