@@ -170,6 +170,8 @@ def test_a_closed_one_refuses_and_an_unknown_name_is_said(yard: Yard, file: Path
             lazy[4096]
     with pytest.raises(Refused, match="closed"):
         lazy[0]
+    with pytest.raises(Refused, match="closed"):
+        weights.metadata()
     weights.close()
 
 

@@ -67,6 +67,7 @@ class LazyWeights(Closing):
 
     def metadata(self) -> dict[str, str] | None:
         """What the files say of themselves in their headers; None if they say nothing."""
+        self._require_open()
         files = {entry.file for entry in self._entries.values() if entry.file is not None}
         found: dict[str, str] = {}
         for number in sorted(files):
@@ -88,12 +89,15 @@ class LazyWeights(Closing):
 
     def read(self, entry: TensorEntry, index: Index) -> torch.Tensor:
         """What an index picks of a tensor."""
-        if self._is_closed:
-            raise Refused(f"{self.version.ref} was closed: open it again")
+        self._require_open()
         plans = plan_tensors([msgspec.structs.replace(entry, tied=None)], {entry.name: index})
         to = Destination(self._device)
         ((_, tensor),) = self._origin.tensors(plans, self._asked, to)
         return tensor
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise Refused(f"{self.version.ref} was closed: open it again")
 
     def _entry(self, name: str) -> TensorEntry:
         if name not in self._entries:
