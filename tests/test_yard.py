@@ -270,6 +270,27 @@ def test_a_yard_is_opened_by_the_path_of_its_folder(
         assert yard.resolve("team/bert").number == 1
 
 
+def test_a_closed_yard_refuses_whatever_is_asked_of_it(yard: Yard, model: Path) -> None:
+    yard.push(model, BERT)
+    yard.close()
+    asked: list[Callable[[], object]] = [
+        lambda: yard.load(BERT),
+        lambda: yard.stream(BERT),
+        lambda: yard.safe_open(BERT),
+        lambda: yard.snapshot(BERT),
+        lambda: yard.follow(f"{BERT}@prod"),
+        lambda: yard.push(model, BERT),
+        lambda: yard.resolve(BERT),
+        lambda: yard.models(),
+        lambda: yard.store,
+        lambda: yard.registry,
+    ]
+    for ask in asked:
+        with pytest.raises(Refused, match=r"was closed: open it again"):
+            ask()
+    yard.close()
+
+
 @pytest.mark.parametrize("nothing", ["", " "])
 def test_no_name_is_not_taken_for_the_default_yard(nothing: str) -> None:
     with pytest.raises(BadSetting, match=r"empty; .* leave it out"):

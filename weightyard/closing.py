@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
+
+from weightyard.errors import Refused
 
 
 class Closing(ABC):
@@ -26,3 +28,21 @@ class Closing(ABC):
         at: TracebackType | None,
     ) -> None:
         self.close()
+
+
+class Closed:
+    """In the place of what was closed: whatever is asked of it is refused."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def close(self) -> None:
+        """It is."""
+
+    def refuse(self) -> NoReturn:
+        raise Refused(f"{self._what} was closed: open it again")
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self.refuse()

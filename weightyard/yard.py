@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from weightyard.away import AwayCatalogue, Opened
 from weightyard.catalogued import Catalogued
-from weightyard.closing import Closing
+from weightyard.closing import Closed, Closing
 from weightyard.errors import BadSetting, NotOnNode, Refused, Retryable
 from weightyard.format.manifest import FileEntry, Manifest
 from weightyard.loader.asked import Asked
@@ -85,6 +85,7 @@ class Yard(Catalogued, Loads, Closing):
     ) -> None:
         """`name`: the URL by which a user knows it; what this node remembers goes by it."""
         self._settings = settings or Settings()
+        self._name = name
         self._via = store if isinstance(store, Via) else ViaStore(store, catalogue, self._settings)
         self.catalogue = catalogue
         self._block_bytes = block_bytes
@@ -129,7 +130,8 @@ class Yard(Catalogued, Loads, Closing):
         from weightyard.registry.registry import Registry
 
         self._settling.wait()
-
+        if isinstance(self.catalogue, Closed):
+            self.catalogue.refuse()
         if not isinstance(self.catalogue, Registry):
             raise BadSetting(
                 "this needs the yard's database: set WEIGHTYARD_STORE and WEIGHTYARD_DB instead of "
@@ -455,7 +457,8 @@ class Yard(Catalogued, Loads, Closing):
         """End what goes on behind it, and give up connections, leases and snapshots.
 
         Waits for records of what was done to be in the store, and for a snapshot that a load leaves
-        if that is nearly made. Tensors that were loaded stay.
+        if that is nearly made. Tensors that were loaded stay; whatever is asked of the yard from
+        here on is refused.
         """
         self._settling.close()
         self.byproducts.close()
@@ -463,6 +466,10 @@ class Yard(Catalogued, Loads, Closing):
             snapshot.close()
         self.catalogue.close()
         self._via.close()
+        # Most of what is underneath would connect anew, and nobody would ever give that up.
+        closed = Closed(f"the yard {self._name}".rstrip())
+        self.catalogue = cast("Catalogue", closed)
+        self._via = cast("Via", closed)
 
     def _version_to_use(
         self, ref: str, on_unavailable: OnUnavailable = None, deadline: Deadline = NEVER
