@@ -90,6 +90,37 @@ def test_a_folder_of_links_is_pushed_as_what_they_point_to_if_that_is_asked_for(
     assert pushed["digest"] == cli.json("push", base, BERT)["digest"]
 
 
+def test_who_pushes_what_is_no_ordinary_safetensors_file_is_told_why_it_has_no_tensors(
+    cli: Cli, base: Path, tmp_path: Path
+) -> None:
+    model = tmp_path / "cut"
+    model.mkdir()
+    whole = (base / "model.safetensors").read_bytes()
+    (model / "model.safetensors").write_bytes(whole[:-7])
+    for dry in (["--dry-run"], []):
+        ran = cli("push", model, BERT, *dry)
+        assert ran.code == 0
+        assert (
+            "model.safetensors is kept as plain bytes, without tensors: 7 bytes too few" in ran.err
+        )
+    assert cli("push", model, BERT, "-q").err == ""
+    assert cli("push", base, BERT).err == ""
+
+
+def test_what_a_file_says_of_itself_is_shown_and_never_obeyed(cli: Cli, tmp_path: Path) -> None:
+    header = rb'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"\u001b]0;owned\u0007":1}}'
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    said = cli("push", file, BERT).err
+    assert "owned" in said
+    assert "\x1b" not in said
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "\x1b]0;owned\x07").symlink_to(file)
+    said = cli.refused(2, "push", tmp_path / "model", BERT)
+    assert "owned" in said
+    assert "\x1b" not in said
+
+
 def test_what_is_there_is_never_overwritten(cli: Cli, base: Path, tmp_path: Path) -> None:
     cli.ok("push", base, BERT)
     (tmp_path / "out").mkdir()

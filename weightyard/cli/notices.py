@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import sys
 
+from weightyard.cli.tables import clean
+
 _SENTENCES = {
     "service.tried_again": "{reason}: trying again",
     "store.retried": "{reason}: trying again",
+    "file.kept_plain": "{path} is kept as plain bytes, without tensors: {reason}",
     "bytes.through_service": "bytes go through the service: {store} is not used ({reason})",
     "yard.unavailable": "{reason}: going on with what this node last knew",
 }
@@ -31,7 +34,7 @@ class Notices(logging.Handler):
             self._seen.add(event)
             if (sentence := _SENTENCES.get(event)) is not None:
                 line = " ".join(sentence.format_map(record.__dict__["fields"]).split())
-            sys.stderr.write(f"weightyard: {line}\n")
+            sys.stderr.write(f"weightyard: {clean(line)}\n")
 
 
 def show_notices(*, wanted: bool) -> None:

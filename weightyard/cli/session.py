@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from weightyard.cli.notices import show_notices
+from weightyard.cli.tables import clean
 from weightyard.errors import Refused, YardError
 
 if TYPE_CHECKING:
@@ -176,7 +177,7 @@ def fail(why: YardError, *, as_json: bool) -> NoReturn:
     if as_json:
         line = json.dumps({"error": why.code, "message": message}, ensure_ascii=False)
     else:
-        line = f"weightyard: {message}"
+        line = f"weightyard: {clean(message)}"
     typer.echo(line, err=True)
     raise typer.Exit(why.exit_code)
 

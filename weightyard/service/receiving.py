@@ -18,7 +18,7 @@ from weightyard.format.assembly import manifest_of
 from weightyard.format.block import MIB, Codec, Encoding
 from weightyard.format.manifest import Manifest
 from weightyard.format.pack import HEADER_BYTES, Placement, check_header
-from weightyard.format.splitting import Part, Piece, Split, split_file
+from weightyard.format.splitting import Part, Piece, Split
 from weightyard.names import Digest, FilePath, PackId
 from weightyard.records import Publication
 from weightyard.registry.upload import RegistryUpload
@@ -33,6 +33,7 @@ from weightyard.transfer.durable import (
     require_replicas,
     too_few,
 )
+from weightyard.transfer.folder import split_source
 from weightyard.transfer.gather import MAX_CONFIG_BYTES, parsed_config
 from weightyard.transfer.plan import Wanted
 from weightyard.transfer.publish import store_manifest
@@ -54,7 +55,7 @@ def store_file(
 ) -> ReceivedFile:
     """Put a file into the store and remember for the upload which blocks it became."""
     source = FileSource(file)
-    split = split_file(path, source.length, source.read_at, yard.bound.block_bytes)
+    split = split_source(path, source, yard.bound.block_bytes)
     options = WriteOptions(
         replication=publication.replication,
         policy=publication.policy,

@@ -10,7 +10,8 @@ from pathlib import Path
 from weightyard.errors import NoSuchThing, Refused
 from weightyard.format.assembly import manifest_of
 from weightyard.format.manifest import FileEntry, Manifest
-from weightyard.format.splitting import split_file
+from weightyard.format.splitting import Split, split_file
+from weightyard.logs import Log
 from weightyard.names import FilePath
 from weightyard.transfer.appearing import appearing
 from weightyard.transfer.plan import wanted_of
@@ -18,6 +19,8 @@ from weightyard.transfer.reader import ReadReport, ReadsBlocks
 from weightyard.transfer.source import FileSource, Source, translated
 from weightyard.transfer.verifying import has_content
 from weightyard.transfer.writer import Content, Writer
+
+_log = Log(__name__)
 
 
 def files_in(folder: Path, *, follow_links: bool = False) -> list[tuple[FilePath, Path]]:
@@ -82,12 +85,17 @@ def folder_contents(
 def split_sources(files: Iterable[tuple[FilePath, Source]], block_bytes: int) -> list[Content]:
     """Files, wherever they are, split by what they are. Raises InvalidName."""
     return [
-        Content(
-            split_file(FilePath.of_new(path.text), source.length, source.read_at, block_bytes),
-            [source],
-        )
+        Content(split_source(FilePath.of_new(path.text), source, block_bytes), [source])
         for path, source in files
     ]
+
+
+def split_source(path: FilePath, source: Source, block_bytes: int) -> Split:
+    """A file, split by what it is; logged if it is not what its suffix promises."""
+    split = split_file(path, source.length, source.read_at, block_bytes)
+    if split.odd is not None:
+        _log.warning("file.kept_plain", path=path.text, reason=split.odd)
+    return split
 
 
 def write_folder(writer: Writer, folder: Path, block_bytes: int) -> Manifest:
