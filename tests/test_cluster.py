@@ -12,7 +12,11 @@ import sys
 import textwrap
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -24,7 +28,7 @@ from waiting import eventually
 from weightyard.errors import BadSetting, ClusterFailed
 from weightyard.settings import Settings
 from weightyard.storage.hdfs.store import HdfsStore
-from weightyard.testing.cluster import MiniCluster, damage
+from weightyard.testing.cluster import MiniCluster, damage, jars
 from weightyard.testing.cluster.configuration import ClusterPlan
 from weightyard.testing.cluster.jars import hadoop_home
 from weightyard.testing.cluster.java import find_java
@@ -139,6 +143,65 @@ def test_a_missing_resolver_is_named_with_the_extra_that_brings_it(
     with pytest.raises(ClusterFailed, match=r"weightyard\[cluster\]"):
         hadoop_home(tmp_path)
     assert not any(path.is_dir() for path in tmp_path.iterdir())
+
+
+def test_jars_come_from_the_users_repository_and_from_nowhere_else(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repository = tmp_path / "repository"
+    add_jar(repository, "one", needs=[("two", "runtime"), ("three", "test")])
+    add_jar(repository, "two")
+    add_jar(repository, "three")
+    asked: set[object] = set()
+    look_up = socket.getaddrinfo
+
+    def remember(host: object, *rest: Any, **more: Any) -> Any:
+        asked.add(host)
+        return look_up("127.0.0.1", *rest, **more)
+
+    monkeypatch.setattr(socket, "getaddrinfo", remember)
+    monkeypatch.setenv("NO_PROXY", "*")  # it would be asked for in the place of all others
+    monkeypatch.setenv("PATH", "")  # a machine without a JDK: none is fetched to look into jars
+    monkeypatch.delenv("JAVA_HOME", raising=False)
+    with served(repository) as url:
+        (tmp_path / ".jgorc").write_text(f"[repositories]\ncentral = {url}\n")
+        monkeypatch.setattr(Path, "home", lambda: tmp_path)
+        monkeypatch.setattr(jars, "COORDINATES", ("org.example:one:1.0",))
+        home = hadoop_home(tmp_path / "cache")
+    assert [path.name for path in jars.class_path(home)] == ["one-1.0.jar", "two-1.0.jar"]
+    assert asked == {"127.0.0.1"}
+
+
+def add_jar(repository: Path, name: str, needs: list[tuple[str, str]] | None = None) -> None:
+    """A jar, as Maven keeps it, and in its POM what it needs and when."""
+    folder = repository / "org" / "example" / name / "1.0"
+    folder.mkdir(parents=True)
+    with zipfile.ZipFile(folder / f"{name}-1.0.jar", "w") as jar:
+        jar.writestr("org/example/Some.class", bytes.fromhex("cafebabe00000034"))
+    dependencies = "".join(
+        f"<dependency><groupId>org.example</groupId><artifactId>{needed}</artifactId>"
+        f"<version>1.0</version><scope>{scope}</scope></dependency>"
+        for needed, scope in needs or []
+    )
+    (folder / f"{name}-1.0.pom").write_text(
+        "<project><modelVersion>4.0.0</modelVersion><groupId>org.example</groupId>"
+        f"<artifactId>{name}</artifactId><version>1.0</version>"
+        f"<dependencies>{dependencies}</dependencies></project>"
+    )
+
+
+@contextmanager
+def served(folder: Path) -> Iterator[str]:
+    """The URL at which the files of a folder are."""
+    handler = partial(SimpleHTTPRequestHandler, directory=str(folder))
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_a_namenode_that_does_not_answer_says_of_no_datanode_that_it_is_dead() -> None:

@@ -31,6 +31,9 @@ KDC_COORDINATES = (f"org.apache.hadoop:hadoop-minikdc:{HADOOP_VERSION}", COORDIN
 NATIVE_COORDINATES = ("com.facebook.presto.hadoop:hadoop-apache2:2.7.4-12",)
 """A jar that carries libhadoop for several kinds of machine; only that is used."""
 
+_SCOPES = ("compile", "runtime")
+"""Of what jars need, that which daemons run with."""
+
 FETCH_TIMEOUT_S = 900
 """How long to wait for another process that is fetching."""
 
@@ -76,7 +79,6 @@ def _fetch(home: Path, coordinates: Sequence[str]) -> None:
     try:
         from jgo.config import GlobalSettings
         from jgo.constants import MAVEN_CENTRAL_URL
-        from jgo.env import EnvironmentBuilder
         from jgo.maven import MavenContext
     except ImportError as why:
         raise ClusterFailed(
@@ -95,14 +97,17 @@ def _fetch(home: Path, coordinates: Sequence[str]) -> None:
             timeout=60,
         )
         try:
-            built = EnvironmentBuilder(context=context, cache_dir=staging / "jgo").from_endpoint(
-                "+".join(coordinates)
-            )
+            # Not by jgo's environments: they fetch a JDK of their own, to look into each jar.
+            asked = [context.create_dependency(one) for one in coordinates]
+            named, needed = context.resolver.resolve(asked)
+            artifacts = [one.artifact for one in named]
+            artifacts += [one.artifact for one in needed if one.scope in _SCOPES]
+            fetched = {artifact.resolve() for artifact in artifacts}
         except Exception as why:
             raise ClusterFailed(f"Hadoop's jars could not be fetched: {why!r}") from why
         ready = staging / "ready"
         (ready / "jars").mkdir(parents=True)
-        for jar in Path(built.path).rglob("*.jar"):
+        for jar in fetched:
             shutil.copyfile(jar, ready / "jars" / jar.name)
         _, artifact, version = coordinates[0].split(":")
         if not (ready / "jars" / f"{artifact}-{version}.jar").exists():
