@@ -8,6 +8,7 @@ in the line is all there is to save; any number of ranks can go on from there.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
@@ -70,10 +71,12 @@ class GlobalOffsetSampler(Sampler[int]):
             rank, ranks = (dist.get_rank(), dist.get_world_size()) if is_joined else (0, 1)
         if not 0 <= rank < ranks:
             raise Refused(f"rank {rank} of {ranks} ranks: ranks count from 0")
-        if type(length) is not int:
+        try:
+            length = operator.index(length)
+        except TypeError:
             raise Refused(
                 f"a sampler takes len(dataset), a whole number, not a {type(length).__name__}"
-            )
+            ) from None
         if not 0 < length <= MAX_COUNT:
             raise Refused(f"a dataset of {length} samples; 1 to {MAX_COUNT} can be sampled")
         self._length, self._rank, self._ranks = length, rank, ranks
