@@ -34,7 +34,7 @@ from weightyard.transfer.alive import kept_alive
 from weightyard.transfer.appearing import appearing
 from weightyard.transfer.bases import bases_of
 from weightyard.transfer.catalogue import Catalogue, Upload
-from weightyard.transfer.durable import least_replicas
+from weightyard.transfer.durable import least_replicas, require_kept
 from weightyard.transfer.folder import is_there, read_folder
 from weightyard.transfer.gather import Gathered
 from weightyard.transfer.once import read_whole
@@ -155,6 +155,7 @@ class ViaStore(Via):
         read_folder(reader, incoming.manifest, incoming.folder, incoming.files, progress)
 
     def push(self, outgoing: Outgoing, progress: Progress | None) -> Pushed:
+        require_kept(self._store, outgoing.publication.replication, outgoing.publication.policy)
         upload = self._catalogue.open_upload(outgoing.model, outgoing.publication)
         return self.push_under(upload, outgoing, progress)
 

@@ -253,6 +253,10 @@ def test_options_that_do_not_fit_are_usage_errors(cli: Cli, base: Path) -> None:
 def test_a_folder_keeps_one_copy(cli: Cli, base: Path) -> None:
     assert "hdfs://" in cli.refused(2, "push", base, BERT, "--replication", "3")
     assert cli.json("ls")["models"] == []
+    cli("push", base, BERT)
+    for asked in (["--replication", "2"], ["--policy", "COLD"]):  # of what is there already
+        assert "hdfs://" in cli.refused(2, "push", base, BERT, *asked)
+    assert cli.json("show", BERT)["version"] == 1
     cli.ok("push", base, BERT)
     assert "one copy" in cli.refused(2, "set", BERT, "--replication", "2")
 

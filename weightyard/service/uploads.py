@@ -35,7 +35,7 @@ from weightyard.service.spool import SpooledFile
 from weightyard.service.state import Service, Yard
 from weightyard.storage import layout
 from weightyard.transfer.catalogue import ManifestFile
-from weightyard.transfer.durable import least_replicas, make_durable
+from weightyard.transfer.durable import least_replicas, make_durable, require_kept
 from weightyard.transfer.publish import publish, read_manifest
 from weightyard.wire import (
     BlockList,
@@ -77,8 +77,9 @@ def _raw_body(description: str) -> dict[str, Any]:
     }
 
 
-def _checked(caller: Principal, publication: Publication) -> Publication:
-    """Names in what a writer says are names, and of what it may see."""
+def _checked(yard: Service, caller: Principal, publication: Publication) -> Publication:
+    """Names in what a writer says are names, and of what it may see; the store can keep it so."""
+    require_kept(yard.store, publication.replication, publication.policy)
     if publication.alias is not None:
         AliasName(publication.alias)
     if publication.parent is not None:
@@ -100,7 +101,7 @@ async def open_upload(
 ) -> OpenedUpload:
     """Begin a version of a model, which need not exist yet. What is said here may be left out
     at the commit."""
-    said = _checked(caller, body or Publication())
+    said = _checked(yard, caller, body or Publication())
     upload = await yard.ask(yard.registry.open_upload, model, said, who=caller.who)
     return OpenedUpload(
         id=upload.id.hex,
@@ -291,7 +292,7 @@ async def commit(
 ) -> Version:
     """Make the version visible: all of it, or nothing. May be repeated with the same key."""
     said = body or Commit()
-    publication = _checked(caller, said.publication or opened.publication)
+    publication = _checked(yard, caller, said.publication or opened.publication)
     handle = _handle(yard, caller, opened)
     key = caller.own_key(idempotency_key or opened.upload.hex)
     if said.digest is not None:

@@ -46,7 +46,7 @@ from weightyard.trainer.host import share_of_cores
 from weightyard.trainer.state import STATE_FILE, State
 from weightyard.transfer.alive import kept_alive
 from weightyard.transfer.catalogue import Catalogue, Upload
-from weightyard.transfer.durable import least_replicas
+from weightyard.transfer.durable import least_replicas, require_kept
 from weightyard.transfer.memory import SpareMemory
 from weightyard.transfer.publish import checked_publication, store_manifest
 from weightyard.transfer.reader import Reader
@@ -184,6 +184,7 @@ class YardWriter(StorageWriter, Closing):
         )
         self._yard = yard
         self._store = _store_of(yard)
+        require_kept(self._store, replication, policy)
         self.run = ModelName.parse(run)
         self.generation = generation
         """The run's generation under which this writes; None until the first save."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from weightyard.errors import UnderReplicated
+from weightyard.errors import UnderReplicated, Unsupported
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.store import FileOptions, StagedFile, Store, StorePath
 
@@ -15,6 +15,16 @@ REPLICAS_TIMEOUT_S = 30.0
 def least_replicas(store: Store, asked: int | None) -> int:
     """On how many DataNodes a file must be before it is relied on, if so many copies are asked."""
     return min(2, asked or 2) if store.replicates else 1
+
+
+def require_kept(store: Store, copies: int | None, policy: str | None) -> None:
+    """See that a store can keep files so, before anything is done: that all of them may be there
+    already is known much later. Raises Unsupported.
+    """
+    if not store.replicates and ((copies or 1) != 1 or policy is not None):
+        raise Unsupported(
+            f"{store.url} keeps one copy, and has no storage policies: use an hdfs:// store"
+        )
 
 
 def was_counted(staged: StagedFile, wanted: int) -> bool:
