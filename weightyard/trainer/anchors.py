@@ -296,7 +296,7 @@ class _OnDisk(_AtHand):
         except OSError as why:
             _log.warning("anchor.not_read", folder=self._folder, reason=why)
             return None
-        return raw
+        return None if rest else raw  # the file was cut short: what is in memory there is anything
 
     def close(self) -> None:
         self._places = {}
