@@ -202,6 +202,16 @@ print([name for name in heavy if name in sys.modules])
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_it_runs_as_a_module_where_its_script_is_not_on_the_path() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "weightyard", "--version"],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert done.stdout.startswith("weightyard "), done.stderr
+
+
 @pytest.fixture(scope="module")
 def example_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the example is pushed once, as it is for someone who runs `make run` again."""

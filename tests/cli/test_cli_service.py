@@ -104,6 +104,14 @@ def test_a_model_and_its_copies_are_looked_after_through_the_service(
     assert remote.json("ls")["models"] == []
 
 
+def test_what_needs_the_database_is_refused_before_the_store_is_tried(
+    remote: Cli, world: World
+) -> None:
+    world.store.url = "hdfs://127.0.0.1:1/yard"
+    for words in (["gc"], ["check"]):
+        assert "WEIGHTYARD_DB" in remote.refused(2, *words)
+
+
 def test_collecting_needs_the_database_and_says_so(remote: Cli) -> None:
     for command in (["gc"], ["check"], ["db", "upgrade"]):
         assert "WEIGHTYARD_DB" in remote.refused(2, *command)

@@ -95,7 +95,7 @@ def test_no_other_file_is_loaded_in_place_of_one_that_was_kept_as_plain_bytes(
 ) -> None:
     manifest = _manifest({odd: [], "adapter_model.safetensors": ["a"], **more})
     assert odd != "model.safetensors" or index_needed(manifest, None) is None
-    with pytest.raises(NoSuchThing, match=rf"{odd} was kept as plain bytes.*files=.*adapter_model"):
+    with pytest.raises(NoSuchThing, match=rf"{odd}: kept as plain bytes.*files=.*adapter_model"):
         choose(manifest)
     named = _chosen(manifest, files=["adapter_model.safetensors"])
     assert named == ["adapter_model.safetensors:a"]

@@ -49,6 +49,7 @@ def gc(
     except ValueError as why:
         raise typer.BadParameter(str(why), param_hint="--grace") from None
     with session.open() as yard:
+        registry = yard.registry  # before the store is looked for, which a service may not say
         options = GcOptions(
             grace_s=grace_s,
             unsafe_grace=unsafe_grace,
@@ -56,7 +57,7 @@ def gc(
             min_replicas=least_replicas(yard.store, None),
         )
         with session.steps() as tell:
-            report = yard.registry.gc(yard.store, options, dry_run=dry_run, progress=tell)
+            report = registry.gc(yard.store, options, dry_run=dry_run, progress=tell)
     session.show(report.model_dump(mode="json"), lambda console: _show(console, report))
 
 

@@ -153,9 +153,9 @@ def _only(manifest: Manifest, having: Sequence[str]) -> Sequence[str]:
     odd = [f.path for f in manifest.files if f.path.endswith(_SUFFIX) and f.path not in having]
     if odd:  # one of them may be the model, and what has tensors an adapter of it
         raise NoSuchThing(
-            f"{some_of(odd)} was kept as plain bytes (a hole, a double name or an odd header), or "
-            f"is empty: say with files= which to load of {some_of(having)}, or push it anew as "
-            "safetensors writes it"
+            f"{some_of(odd)}: kept as plain bytes (a hole, a double name or an odd header), or "
+            f"empty; say with files= which to load of {some_of(having)}, or push anew what "
+            "safetensors writes"
         )
     if len(having) == 1:
         return having
