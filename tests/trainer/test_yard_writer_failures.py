@@ -19,7 +19,7 @@ from sqlalchemy import select
 from trainer_world import RUN, Outcome, World, attempt, run_ranks
 from training import as_bytes, setting, steps_of
 
-from weightyard.errors import RunTakenOver, StoreUnavailable, Unsupported
+from weightyard.errors import BadSetting, RunTakenOver, StoreUnavailable, Unsupported
 from weightyard.names import ModelName
 from weightyard.registry import schema
 from weightyard.registry.schema import UploadState
@@ -234,7 +234,10 @@ def test_a_value_that_cannot_be_saved_is_named_before_a_byte_is_written(yard: Ya
 
 
 def test_metrics_that_are_no_numbers_are_refused_before_anything_is_opened(yard: Yard) -> None:
-    with YardWriter(yard, RUN, metrics={"loss": math.nan}) as writer:
+    with pytest.raises(BadSetting, match=r"metrics\.loss"):
+        YardWriter(yard, RUN, metrics={"loss": math.nan})
+    with YardWriter(yard, RUN) as writer:
+        writer.metrics = {"loss": math.nan}  # of a later step
         refused = attempt(lambda: save(writer, 1))
     assert refused.failures == {0: "BadSetting"}
     assert "metrics.loss" in refused.message
