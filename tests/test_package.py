@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 import venv
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -74,6 +77,31 @@ def test_a_model_is_pushed_and_pulled_with_the_migrations_that_the_wheel_ships(
         assert (back / file.name).read_bytes() == file.read_bytes()
     shown = json.loads(weightyard("db", "current", "--json"))
     assert (shown["schema"], shown["is_current"]) == (shown["newest"], True)
+
+
+def test_the_wheel_has_compiled_code_where_there_is_a_compiler(bare: Path) -> None:
+    script = "from weightyard.codec import compiled; print(compiled.is_there())"
+    has_compiler = any(map(shutil.which, ("cc", "gcc", "clang")))
+    assert run(bare / "python", "-c", script).strip() == str(has_compiler)
+
+
+def test_without_a_compiler_the_wheel_is_pure_python_and_does_the_main_job(tmp_path: Path) -> None:
+    uv = Path(sys.executable).with_name("uv")
+    environment = {**os.environ, "PATH": str(tmp_path), "CC": ""}
+    run(uv, "build", "--quiet", "--wheel", "--python", sys.executable,
+        "--out-dir", tmp_path, ROOT, env=environment)  # fmt: skip
+    (wheel,) = tmp_path.glob("*-py3-none-any.whl")
+    with zipfile.ZipFile(wheel) as package:
+        package.extractall(tmp_path / "pure")
+    environment["PYTHONPATH"] = str(tmp_path / "pure")
+
+    first_model = ROOT / "examples" / "first_model.py"
+    shown = run(sys.executable, first_model, cwd=tmp_path, env=environment)
+    script = "from weightyard.codec import compiled; print(compiled.is_there(), compiled.__file__)"
+    found = run(sys.executable, "-c", script, cwd=tmp_path, env=environment)
+
+    assert "Every file came back bit for bit" in shown
+    assert found.split() == ["False", str(tmp_path / "pure/weightyard/codec/compiled.py")]
 
 
 def test_both_names_of_the_command_work_from_the_wheel(bare: Path) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 from sqlalchemy import select
 
+from weightyard.codec import compiled
 from weightyard.errors import (
     FileMissing,
     NotAllowed,
@@ -69,6 +70,7 @@ def examine(
     settings = settings or Settings()
     settings = settings.model_copy(update={"deadline_s": min(settings.deadline_s, _LIMIT_S)})
     yield _ok("versions", _versions())
+    yield _codec()
     try:
         chosen = chosen_url(url, settings)
     except YardError as why:
@@ -346,6 +348,16 @@ def _versions() -> str:
         except PackageNotFoundError:
             found.append(f"no {name}")
     return ", ".join(found)
+
+
+def _codec() -> Finding:
+    if compiled.is_there():
+        return _ok("codec", "compiled code splits and merges planes")
+    return _warn(
+        "codec",
+        "planes are split and merged by NumPy, which takes several times as long",
+        "install a C compiler, then weightyard anew: its wheel is built with compiled code then",
+    )
 
 
 def _source(url: str | None, settings: Settings, chosen: str | None) -> str:

@@ -189,10 +189,30 @@ def test_doctor_finds_nothing_to_mend_on_a_yard_that_works(
     two: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("weightyard.doctor._LITTLE_ROOM_BYTES", 0)  # whatever this disk has left
+    monkeypatch.setattr("weightyard.codec.compiled.is_there", lambda: True)  # where no compiler was
     found = {finding["check"]: finding["state"] for finding in two.json("doctor")["findings"]}
-    expected = {"versions", "settings", "store", "room", "database", "clock", "schema", "binding"}
+    expected = {
+        "versions",
+        "codec",
+        "settings",
+        "store",
+        "room",
+        "database",
+        "clock",
+        "schema",
+        "binding",
+    }
     assert expected <= found.keys()
     assert set(found.values()) == {"ok"}
+
+
+def test_doctor_says_what_makes_the_codec_faster_where_there_was_no_compiler(
+    two: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightyard.codec.compiled._functions", {})
+    found = {one["check"]: one for one in two.json("doctor")["findings"]}
+    assert found["codec"]["state"] == "warn"
+    assert "install a C compiler" in found["codec"]["advice"]
 
 
 def test_doctor_and_check_say_that_records_wait_to_be_written(

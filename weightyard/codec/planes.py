@@ -5,9 +5,10 @@ element's top 16 bits are first rotated so that the exponent is not mixed with t
 mantissa bits among them, sign and exponent `s e…e` become `e…e s`. Then byte 0 of every element,
 most significant first, is plane 0, byte 1 is plane 1, and so on.
 
-Everything here is a few passes of NumPy over a whole chunk, or half of one. Casts between
-neighbouring widths and shifts run in vector registers, several bytes a cycle; a strided copy moves
-one element a cycle, and passes over smaller pieces cost more in calls than the caches give back.
+Compiled code does it in one pass where the package has it (compiled.py). Everything else here is
+NumPy, a few passes over a whole chunk, or half of one. Casts between neighbouring widths and shifts
+run in vector registers, several bytes a cycle; a strided copy moves one element a cycle, and passes
+over smaller pieces cost more in calls than the caches give back.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from weightyard.codec import compiled
 from weightyard.codec.arena import Arena, Bytes, Words
 from weightyard.format.block import Codec
 
@@ -33,6 +35,8 @@ _FP64_MANTISSA_BITS = 4
 
 def split(codec: Codec, raw: Bytes, planes: Sequence[Bytes], arena: Arena) -> None:
     """Fill the planes, most significant first, from the elements in `raw`."""
+    if compiled.split(codec, raw, planes):
+        return
     words = raw.view(f"<u{codec.planes}")
     match codec:
         case Codec.PLANES_BF16:
@@ -53,6 +57,9 @@ def split(codec: Codec, raw: Bytes, planes: Sequence[Bytes], arena: Arena) -> No
 
 def merge(codec: Codec, planes: Sequence[Plane], raw: Bytes, arena: Arena) -> None:
     """Fill `raw` with the elements of these planes: the inverse of `split`."""
+    bytes_of = [plane for plane in planes if not isinstance(plane, int)]
+    if len(bytes_of) == len(planes) and compiled.merge(codec, bytes_of, raw):
+        return
     words = raw.view(f"<u{codec.planes}")
     match codec:
         case Codec.PLANES_BF16:

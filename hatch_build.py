@@ -1,0 +1,62 @@
+"""Compiles weightyard/codec/planes.c into the wheel, where there is a C compiler.
+
+Without one the wheel is pure Python and NumPy does the same: slower, never missing
+(docs/design/0012-compiled-planes.md).
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+CODEC = Path("weightyard", "codec")
+SOURCE, LIBRARY = CODEC / "planes.c", CODEC / "_planes.so"
+FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared")
+LIMIT_S = 120.0
+
+
+class CompiledPlanes(BuildHookInterface):
+    """Runs for a wheel and for an editable install, whose library lies beside its source."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Compile, and say in the wheel's tag for which machines it is then."""
+        if self.target_name != "wheel":
+            return
+        if self._compile(Path(self.root)):
+            machine = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{machine}"
+            build_data["artifacts"].append(f"/{LIBRARY.as_posix()}")
+
+    def _compile(self, root: Path) -> bool:
+        compiler = _compiler()
+        if compiler is None or not (root / SOURCE).is_file():
+            self.app.display_warning("no C compiler: planes are split and merged by NumPy")
+            return False
+        # Whoever uses the library while it is made anew keeps the old one.
+        made = root / LIBRARY.with_suffix(f".{os.getpid()}.so")
+        command = [*compiler, *FLAGS, str(root / SOURCE), "-o", str(made)]
+        try:
+            subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S)
+            made.replace(root / LIBRARY)
+        except (OSError, subprocess.SubprocessError) as why:
+            said = getattr(why, "stderr", b"") or b""
+            self.app.display_warning(f"planes.c was not compiled: {why}\n{said.decode()}")
+            made.unlink(missing_ok=True)
+            return False
+        return True
+
+
+def _compiler() -> list[str] | None:
+    named = os.environ.get("CC") or sysconfig.get_config_var("CC") or ""
+    for command in (shlex.split(named), ["cc"], ["gcc"], ["clang"]):
+        if command and shutil.which(command[0]):
+            return command[:1]
+    return None
