@@ -1,7 +1,7 @@
-"""Compiles weightyard/codec/planes.c into the wheel, where there is a C compiler.
+"""Compiles the C code of weightyard/codec into the wheel, where there is a C compiler.
 
-Without one the wheel is pure Python and NumPy does the same: slower, never missing
-(docs/design/0012-compiled-planes.md).
+Without one the wheel is pure Python, and NumPy and zstd do the same: slower, never missing
+(docs/design/0012-compiled-code.md).
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 CODEC = Path("weightyard", "codec")
-SOURCE, LIBRARY = CODEC / "planes.c", CODEC / "_planes.so"
+SOURCES = (CODEC / "planes.c", CODEC / "huffman.c")
+LIBRARY = CODEC / "_compiled.so"
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared")
 LIMIT_S = 120.0
 
 
-class CompiledPlanes(BuildHookInterface):
+class CompiledCode(BuildHookInterface):
     """Runs for a wheel and for an editable install, whose library lies beside its source."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
@@ -37,18 +38,19 @@ class CompiledPlanes(BuildHookInterface):
 
     def _compile(self, root: Path) -> bool:
         compiler = _compiler()
-        if compiler is None or not (root / SOURCE).is_file():
-            self.app.display_warning("no C compiler: planes are split and merged by NumPy")
+        sources = [root / source for source in SOURCES]
+        if compiler is None or not all(source.is_file() for source in sources):
+            self.app.display_warning("no C compiler: blocks are encoded and decoded without it")
             return False
         # Whoever uses the library while it is made anew keeps the old one.
         made = root / LIBRARY.with_suffix(f".{os.getpid()}.so")
-        command = [*compiler, *FLAGS, str(root / SOURCE), "-o", str(made)]
+        command = [*compiler, *FLAGS, *map(str, sources), "-o", str(made)]
         try:
             subprocess.run(command, check=True, capture_output=True, timeout=LIMIT_S)
             made.replace(root / LIBRARY)
         except (OSError, subprocess.SubprocessError) as why:
             said = getattr(why, "stderr", b"") or b""
-            self.app.display_warning(f"planes.c was not compiled: {why}\n{said.decode()}")
+            self.app.display_warning(f"the C code was not compiled: {why}\n{said.decode()}")
             made.unlink(missing_ok=True)
             return False
         return True

@@ -399,7 +399,7 @@ def parts() -> list[Row]:
             merge(Codec.PLANES_BF16, two, out, arena)
 
     def code_all() -> None:
-        frames[:] = [compress_noise(exponents.data) for exponents, _ in planes]
+        frames[:] = [bytes(compress_noise(exponents.data)) for exponents, _ in planes]
 
     def decode_all() -> None:
         for frame in frames:

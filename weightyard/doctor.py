@@ -352,10 +352,10 @@ def _versions() -> str:
 
 def _codec() -> Finding:
     if compiled.is_there():
-        return _ok("codec", "compiled code splits and merges planes")
+        return _ok("codec", "compiled code splits, codes and merges planes")
     return _warn(
         "codec",
-        "planes are split and merged by NumPy, which takes several times as long",
+        "there is no compiled code: blocks take longer to encode and to decode",
         "install a C compiler, then weightyard anew: its wheel is built with compiled code then",
     )
 

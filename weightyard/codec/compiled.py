@@ -1,7 +1,7 @@
-"""Splitting and merging planes by compiled code, one pass each, where the package has it.
+"""Compiled code, where the package has it: splitting and merging planes, and Huffman coding.
 
-planes.c is compiled when the package is built, if there is a compiler (docs/design/0012). What it
-does not do, NumPy does: `split` and `merge` say whether it was done.
+planes.c and huffman.c are compiled when the package is built, if there is a compiler
+(docs/design/0012). What they do not do, NumPy and zstd do: each call says whether it was done.
 """
 
 from __future__ import annotations
@@ -11,16 +11,27 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from weightyard.codec.arena import Bytes
-from weightyard.format.block import Codec
+import numpy as np
 
-_FILE = Path(__file__).with_name("_planes.so")
+from weightyard.codec.arena import Bytes
+from weightyard.format.block import CHUNK_BYTES, Codec
+
+_FILE = Path(__file__).with_name("_compiled.so")
 _NAMES = {
     Codec.PLANES_BF16: "bf16",
     Codec.PLANES_FP16: "fp16",
     Codec.PLANES_FP32: "fp32",
     Codec.PLANES_FP64: "fp64",
 }
+_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
+_Signature = tuple[type[ctypes.c_size_t] | None, list[type[ctypes.c_void_p | ctypes.c_size_t]]]
+_SIGNATURES: dict[str, _Signature] = {
+    "huffman_frame": (_SIZE, [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER]),
+    "huffman_scratch_bytes": (_SIZE, []),
+}
+for _codec, _name in _NAMES.items():
+    for _verb in ("split", "merge"):
+        _SIGNATURES[f"{_verb}_{_name}"] = (None, [_POINTER] * (1 + _codec.planes) + [_SIZE])
 
 
 def _load() -> dict[str, ctypes._NamedFuncPointer]:
@@ -30,12 +41,10 @@ def _load() -> dict[str, ctypes._NamedFuncPointer]:
     found = {}
     try:
         library = ctypes.CDLL(str(_FILE))  # its calls let other threads run
-        for codec, name in _NAMES.items():
-            for verb in ("split", "merge"):
-                function = library[f"{verb}_{name}"]
-                function.restype = None
-                function.argtypes = [ctypes.c_void_p] * (1 + codec.planes) + [ctypes.c_size_t]
-                found[function.__name__] = function
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = library[name]
+            function.restype, function.argtypes = result, arguments
+            found[name] = function
     except (OSError, AttributeError):
         return {}
     return found
@@ -72,3 +81,28 @@ def _call(verb: str, codec: Codec, raw: Bytes, planes: Sequence[Bytes]) -> bool:
         return False
     function(*(array.ctypes.data for array in arrays), count)
     return True
+
+
+class HuffmanCoder:
+    """Codes numbers of which some are frequent; for one thread, in memory of its own."""
+
+    def __init__(self) -> None:
+        self._scratch: Bytes | None = None
+        self._frame = np.empty(CHUNK_BYTES, np.uint8)
+
+    def frame(self, data: memoryview) -> memoryview | None:
+        """A zstd frame of these bytes, smaller than they are, which the next call overwrites.
+
+        None where there is no compiled code, and for bytes that are not for it: that would not
+        shrink, are too few, or more than a chunk.
+        """
+        code = _functions.get("huffman_frame")
+        if code is None or len(data) > CHUNK_BYTES or not data.c_contiguous:
+            return None
+        if self._scratch is None:
+            self._scratch = np.zeros(_functions["huffman_scratch_bytes"](), np.uint8)
+        raw = np.frombuffer(data, np.uint8)
+        length = code(
+            raw.ctypes.data, raw.size, self._frame.ctypes.data, raw.size, self._scratch.ctypes.data
+        )
+        return self._frame[:length].data if length else None

@@ -53,7 +53,7 @@ _PROBE_PIECE_BYTES = 4 * KIB
 _PROBE_STEP_BYTES = 16 * _PROBE_PIECE_BYTES
 """A probe sees one piece of each step, at most a sixteenth of the block; a shorter block, whole."""
 
-Compress = Callable[[memoryview], bytes]
+Compress = Callable[[memoryview], bytes | memoryview]
 
 
 @dataclass(frozen=True)

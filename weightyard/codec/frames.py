@@ -7,6 +7,7 @@ import threading
 
 import zstandard
 
+from weightyard.codec.compiled import HuffmanCoder
 from weightyard.errors import BlockCorrupt
 from weightyard.format.block import CHUNK_BYTES
 
@@ -54,6 +55,7 @@ class _Contexts(threading.local):
     """zstd's contexts are not for two threads at once; these are each thread's own."""
 
     def __init__(self) -> None:
+        self.coder = HuffmanCoder()
         self.noise = zstd.ZstdCompressor(options=_NO_MATCHES)
         self.runs = zstandard.ZstdCompressor(compression_params=_LONG_MATCHES)
         self.text = zstandard.ZstdCompressor(level=_TEXT_LEVEL)
@@ -63,8 +65,13 @@ class _Contexts(threading.local):
 _contexts = _Contexts()
 
 
-def compress_noise(data: memoryview) -> bytes:
-    """A frame for numbers of which some are frequent, such as exponents: Huffman coding alone."""
+def compress_noise(data: memoryview) -> bytes | memoryview:
+    """A frame for numbers of which some are frequent, such as exponents: Huffman coding alone.
+
+    It may lie in memory of this thread, which the next call overwrites.
+    """
+    if (frame := _contexts.coder.frame(data)) is not None:
+        return frame
     compressor = _contexts.noise
     compressor.set_pledged_input_size(len(data))
     return compressor.compress(data, mode=zstd.ZstdCompressor.FLUSH_FRAME)
