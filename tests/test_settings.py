@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from weightyard.errors import BadSetting
-from weightyard.opening import chosen_url
+from weightyard.opening import chosen_url, open_yard
 from weightyard.settings import Settings, unknown_variables, variables
-from weightyard.storage.opening import open_store
+from weightyard.storage.opening import folder_of, open_store
 
 
 def test_the_environment_says_where_the_store_is(
@@ -40,6 +40,42 @@ def test_hadoops_own_variables_are_honoured(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_url_that_is_no_store_says_what_to_use(url: str) -> None:
     with pytest.raises(BadSetting, match=r"file://"):
         open_store(url)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "hdfs:/models",
+        "file:/models",
+        "file://",
+        "file:///models#1",
+        "file:///models?1",
+        "file:///models%00",
+        "file://[x/models",
+        "hdfs://[x/models",
+        "~nobody-of-this-name/models",
+        "models\0",
+    ],
+)
+def test_no_folder_is_made_up_for_a_url_that_means_another_one_or_none(url: str) -> None:
+    with pytest.raises(BadSetting):
+        open_store(url)
+    with pytest.raises(BadSetting):
+        open_yard(url, settings=Settings())
+
+
+@pytest.mark.parametrize("name", ["a#1", "a?1", "50%", "%23", "a\tb", "Käfer", "\udcff", "a:b"])
+def test_the_url_of_a_folder_opens_that_folder_again(tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    url = open_store(str(folder)).url
+    assert url.startswith("file:///")
+    assert folder_of(open_store(url)) == folder
+
+
+@pytest.mark.parametrize("url", ["http://[x", "http://host:port", "https://host:99999/"])
+def test_a_service_that_cannot_be_is_refused_by_its_url(url: str) -> None:
+    with pytest.raises(BadSetting, match="service URL"):
+        open_yard(url, settings=Settings())
 
 
 def test_a_setting_that_does_not_fit_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

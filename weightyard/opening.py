@@ -22,7 +22,7 @@ from weightyard.loader.offline import OfflineCatalogue, OfflineStore
 from weightyard.loader.remembered import Remembered
 from weightyard.logs import Log
 from weightyard.settings import Settings
-from weightyard.storage.opening import folder_of, open_store
+from weightyard.storage.opening import folder_at, folder_of, open_store
 from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import Catalogue
 from weightyard.transfer.source import translated
@@ -73,7 +73,7 @@ def open_yard(
 def known_name(chosen: str | None, settings: Settings) -> str:
     """What this node remembers a yard by."""
     folder = chosen or settings.home / "store"
-    return str(folder) if "://" in str(folder) else str(Path(folder).expanduser().absolute())
+    return str(folder) if "://" in str(folder) else str(folder_at(str(folder)))
 
 
 def store_url(url: str | None, settings: Settings) -> str | None:

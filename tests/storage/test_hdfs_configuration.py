@@ -119,6 +119,8 @@ def test_a_viewfs_folder_is_looked_up_in_its_mount_table(tmp_path: Path) -> None
         "hdfs://nn/a b",
         "hdfs://us er@nn/a",
         "hdfs://nn;evil/a",
+        "hdfs://[nn/a",
+        "hdfs://nn:99999/a",
         "http://nn/a",
         "hdfs://nn/-rf",
     ],

@@ -80,7 +80,11 @@ class Connection:
         deadline_s: float = 30.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+            _ = parts.port  # looked at only now
+        except ValueError as why:
+            raise BadSetting(f"service URL {url[:200]!a}: {why}") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise BadSetting(f"service URL {url[:200]!a}: http(s)://HOST[:PORT]")
         if parts.username is not None or parts.password is not None or parts.query:

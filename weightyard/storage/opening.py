@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote_to_bytes
 
 from weightyard.errors import BadSetting
 from weightyard.settings import Settings
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from weightyard.storage.hdfs.namenode import Locator
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE | re.ASCII)
+_ONE_SLASH = re.compile(r"(file|hdfs|viewfs):/", re.IGNORECASE)
 
 
 def open_store(
@@ -51,6 +53,22 @@ def folder_of(store: Store) -> Path | None:
     return store.folder if isinstance(store, LocalStore) else None
 
 
+def folder_at(path: str) -> Path:
+    """The folder of this machine that a user names, whether or not it is there.
+
+    Raises BadSetting for what cannot be one, and for a URL with one slash, such as `hdfs:/folder`:
+    Hadoop reads that as `hdfs:///folder`, and a folder of that name is not what was meant.
+    """
+    if scheme := _ONE_SLASH.match(path):
+        raise BadSetting(f"{path}: write {scheme[1]}:// with two slashes, {scheme[1]}:///folder")
+    try:
+        if "\0" in path:
+            raise ValueError("it has a NUL")
+        return Path(path).expanduser().absolute()
+    except (ValueError, RuntimeError) as why:  # `~name` of nobody
+        raise BadSetting(f"{path!a} cannot be a folder: {why}") from None
+
+
 @functools.cache
 def _rate_of(bytes_per_s: int) -> Rate:
     """All stores of this process share what it may use."""
@@ -61,15 +79,22 @@ def _opened(url: str, settings: Settings, locator: Locator | None) -> Store:
     scheme = _SCHEME.match(url)
     match scheme and scheme[1].lower():
         case None:
-            return LocalStore(Path(url))
+            return LocalStore(folder_at(url))
         case "file":
-            parts = urlsplit(url)
-            if parts.netloc not in ("", "localhost"):
-                raise BadSetting(f"{url}: a file:// URL has three slashes, file:///folder")
-            return LocalStore(Path(unquote(parts.path)))
+            return LocalStore(_folder_of_url(url))
         case "hdfs" | "viewfs":
             from weightyard.storage.hdfs.store import HdfsStore  # its clients are slow to import
 
             return HdfsStore(url, settings, locator=locator)
         case other:
             raise BadSetting(f"{url}: {other}:// is not a store; use a folder, file:// or hdfs://")
+
+
+def _folder_of_url(url: str) -> Path:
+    """What `file://…` means, to the byte: names of files need be neither ASCII nor UTF-8."""
+    host, slash, rest = url.partition("://")[2].partition("/")
+    if host not in ("", "localhost") or not slash:
+        raise BadSetting(f"{url}: a file:// URL has three slashes, file:///folder")
+    if "?" in rest or "#" in rest:
+        raise BadSetting(f"{url}: in a URL write %3F for ? and %23 for #, or give the path alone")
+    return folder_at(os.fsdecode(unquote_to_bytes(f"/{rest}")))

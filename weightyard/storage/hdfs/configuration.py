@@ -8,7 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 from xml.etree import ElementTree
 
 from weightyard.errors import BadSetting
@@ -220,7 +220,7 @@ def _mounted(url: str, table: str, root: str, configuration: Configuration) -> t
 
 
 def _split(url: str) -> tuple[str, str, str]:
-    parts = urlsplit(url)
+    parts = _parts(url)
     if parts.scheme not in ("hdfs", "viewfs") or parts.query or parts.fragment:
         raise BadSetting(f"{url[:200]!a} is not an hdfs://CLUSTER/FOLDER URL")
     if parts.netloc and not _AUTHORITY.fullmatch(parts.netloc):
@@ -232,6 +232,15 @@ def _split(url: str) -> tuple[str, str, str]:
             "with a sign"
         )
     return parts.scheme, parts.netloc, "".join(f"/{name}" for name in names)
+
+
+def _parts(url: str) -> SplitResult:
+    try:
+        parts = urlsplit(url)
+        _ = parts.port  # looked at only now
+    except ValueError as why:
+        raise BadSetting(f"{url[:200]!a} is no URL: {why}") from None
+    return parts
 
 
 def _namenode_urls(authority: str, configuration: Configuration) -> tuple[str, ...]:
@@ -265,7 +274,7 @@ def _namenodes(authority: str, configuration: Configuration) -> list[tuple[str |
     elif configuration.get(f"dfs.namenode.rpc-address.{authority}"):
         suffixes = [f".{authority}"]
     else:
-        default = urlsplit(configuration.get("fs.defaultFS") or "").netloc
+        default = _parts(configuration.get("fs.defaultFS") or "").netloc
         is_known = authority in (default, configuration.get("dfs.namenode.rpc-address"))
         return [("" if is_known else None, authority)]
     keys = [f"dfs.namenode.rpc-address{suffix}" for suffix in suffixes]
