@@ -12,11 +12,18 @@ import pytest
 from over_webhdfs import ask, create
 from patience import be_patient
 
-from weightyard.errors import DataNodeFailed, FileMissing, TooLarge, YardError
+from weightyard.errors import (
+    DataNodeFailed,
+    FileMissing,
+    StaleLocation,
+    TooLarge,
+    YardError,
+)
 from weightyard.names import UploadId
 from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.hdfs.store import HdfsStore
+from weightyard.storage.retry import Retry, RetryingStore
 from weightyard.storage.store import (
     FileOptions,
     Location,
@@ -31,6 +38,7 @@ from weightyard.testing.store_contract import put
 pytestmark = pytest.mark.cluster
 
 CONTENT = os.urandom(3 << 20)
+LIMIT_S = 20.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -79,6 +87,20 @@ def test_where_no_datanode_answers_any_more_bytes_come_another_way(
         with pytest.raises(DataNodeFailed, match=gone.datanode):
             reading.read(cut_off, reads(), replica=gone)
         assert reading.read(location, reads()).path == ReadPath.DIRECT
+
+
+def test_a_file_located_while_no_datanode_that_has_it_was_up_is_located_again(
+    store: HdfsStore, path: StorePath
+) -> None:
+    """What a NameNode tells of a block whose DataNodes are all gone: that it is nowhere."""
+    location = store.locate(path)
+    nowhere = tuple(dataclasses.replace(span, replicas=()) for span in location.spans)
+    while_away, wanted = dataclasses.replace(location, spans=nowhere), reads()
+    with pytest.raises(StaleLocation, match=str(path)):
+        store.read(while_away, reads())
+    served = RetryingStore(store, Retry(deadline_s=LIMIT_S)).read(while_away, wanted)
+    assert served.path == ReadPath.DIRECT
+    assert_filled(wanted)
 
 
 def test_a_record_with_a_wrong_byte_on_disk_is_read_from_another_replica(

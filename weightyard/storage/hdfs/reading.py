@@ -280,7 +280,8 @@ class _Asking:
         def is_doubtful(replica: Replica) -> bool:
             return replica.datanode in failed or replica.state != "normal"
 
-        why: YardError = StoreUnavailable(f"{location.path}: no DataNode has it")
+        # Told while none was up that has the block: one may be by now, and nobody else is asked.
+        why: YardError = StaleLocation(f"{location.path}: no DataNode had it when it was located")
         for replica in sorted(piece.span.replicas, key=is_doubtful):
             try:
                 self._ask(replica, piece)
