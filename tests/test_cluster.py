@@ -28,7 +28,7 @@ from waiting import eventually
 from weightyard.errors import BadSetting, ClusterFailed
 from weightyard.settings import Settings
 from weightyard.storage.hdfs.store import HdfsStore
-from weightyard.testing.cluster import MiniCluster, damage, jars
+from weightyard.testing.cluster import MiniCluster, damage, jars, recorded
 from weightyard.testing.cluster.configuration import ClusterPlan
 from weightyard.testing.cluster.jars import hadoop_home
 from weightyard.testing.cluster.java import find_java
@@ -464,6 +464,44 @@ class TestCommandLine:
         finally:
             stranger.kill()
             stranger.wait()
+
+    def test_a_record_that_up_did_not_write_ends_and_removes_nothing(self, tmp_path: Path) -> None:
+        precious, folder = tmp_path / "precious", tmp_path / "cluster"
+        for made in (precious, folder):
+            made.mkdir()
+        daemon = {"name": "nn1", "http": "127.0.0.1:1", "pid": 1, "start_ticks": 1, "boot": ""}
+        record = {
+            "url": "hdfs://127.0.0.1:1",
+            "conf_dir": str(folder / "conf"),
+            "namenode_http": ["127.0.0.1:1"],
+        }
+        for lie in (
+            json.dumps(record | {"daemons": [daemon | {"name": "../precious"}]}).encode(),
+            json.dumps(record | {"daemons": [daemon | {"name": str(precious)}]}).encode(),
+            json.dumps(record | {"daemons": [daemon | {"pid": -1}]}).encode(),
+            json.dumps(record | {"daemons": [], "url": "hdfs://a;rm"}).encode(),
+            b'{"url": "\xff"}',
+        ):
+            (folder / "cluster.json").write_bytes(lie)
+            for look_at in (recorded.status, recorded.down):
+                with pytest.raises(ClusterFailed, match="does not parse"):
+                    look_at(folder)
+        assert precious.is_dir()
+
+    @pytest.mark.parametrize("name", ["2026-11-18T20:30", "50%"])
+    def test_a_folder_whose_name_hadoop_takes_apart_is_refused_before_anything_starts(
+        self, tmp_path: Path, name: str
+    ) -> None:
+        refused = weightyard("up", "--dir", str(tmp_path / name))
+        assert refused.returncode == BadSetting.exit_code
+        assert "another --dir" in refused.stderr
+        assert not any(tmp_path.iterdir())
+
+    def test_where_there_is_a_file_there_is_no_cluster(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        shown = weightyard("status", "--dir", str(tmp_path / "file"))
+        assert (shown.returncode, shown.stderr) == (1, "")
+        assert shown.stdout == f"no cluster in {tmp_path / 'file'}\n"
 
     def test_a_folder_with_other_things_in_it_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "thesis.txt").write_text("years of work")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
 
@@ -26,6 +28,8 @@ from weightyard.testing.cluster.shared_classes import sharing
 
 _RECORD = "cluster.json"
 _MAX_RECORD_BYTES = 1 << 20
+_TAKEN_APART = re.compile(r"[:,#?%\n]")
+"""Signs in the path of a folder that mean something in a class path, a list of folders or a URI."""
 _START_TIMEOUT_S = 180.0
 _END_TIMEOUT_S = 20.0
 
@@ -33,9 +37,10 @@ _END_TIMEOUT_S = 20.0
 class RecordedDaemon(msgspec.Struct, frozen=True):
     """A daemon, and which process it is."""
 
-    name: str
+    name: Annotated[str, msgspec.Meta(pattern=r"\A[a-z]{2}[0-9]{1,2}\Z")]
+    """Also that of the folder which `down` removes."""
     http: str
-    pid: int
+    pid: Annotated[int, msgspec.Meta(gt=0, lt=1 << 31)]
     start_ticks: int
     boot: str
 
@@ -47,7 +52,7 @@ class RecordedDaemon(msgspec.Struct, frozen=True):
 class Record(msgspec.Struct, frozen=True):
     """What `up` leaves behind for `status` and `down`."""
 
-    url: str
+    url: Annotated[str, msgspec.Meta(pattern=r"\Ahdfs://[A-Za-z0-9.:]+\Z")]
     conf_dir: str
     namenode_http: tuple[str, ...]
     daemons: tuple[RecordedDaemon, ...]
@@ -79,6 +84,8 @@ def up(
     ClusterFailed if the folder has a running cluster, or holds anything else.
     """
     folder = folder.absolute()
+    if odd := _TAKEN_APART.search(str(folder)):
+        raise BadSetting(f"{folder}: Hadoop takes paths apart at {odd[0]!r}: choose another --dir")
     java = installed_java(Settings(), say=say)
     with _locked(folder), closing(PortBlock.reserve()) as ports:
         _make_room(folder)
@@ -176,9 +183,11 @@ def _read(folder: Path) -> Record | None:
     try:
         with path.open("rb") as file:
             return msgspec.json.decode(file.read(_MAX_RECORD_BYTES), type=Record)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except msgspec.MsgspecError as why:
+    except OSError as why:
+        raise ClusterFailed(f"{path} cannot be read: {why.strerror}") from why
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as why:
         raise ClusterFailed(f"{path} does not parse: {why}") from None
 
 
