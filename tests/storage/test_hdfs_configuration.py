@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
-from weightyard.errors import BadSetting
+from weightyard.errors import BadSetting, StoreUnavailable
 from weightyard.settings import Settings
 from weightyard.storage.hdfs.configuration import Cluster
+from weightyard.storage.hdfs.native import Namespace
 from weightyard.storage.hdfs.store import HdfsStore
 from weightyard.storage.store import StorePath
 
@@ -43,6 +47,42 @@ def test_a_nameservice_has_all_its_namenodes(tmp_path: Path) -> None:
         },
     )
     assert found.webhdfs == ("http://one:50070", "http://two:9870")
+
+
+@pytest.mark.parametrize("names", ["a, b", "a\n,b ,", "a\n      b"])
+def test_hdfs_native_finds_every_namenode_however_the_files_are_laid_out(
+    tmp_path: Path, names: str
+) -> None:
+    """As Hadoop does: of a list that it reads otherwise it would ask some NameNodes only."""
+    with socket.create_server(("127.0.0.1", 0)) as a, socket.create_server(("127.0.0.1", 0)) as b:
+        listening = (a, b)
+        properties = {
+            f"dfs.namenode.rpc__address.prod.{name}": f"127.0.0.1:{one.getsockname()[1]}"
+            for name, one in zip("ab", listening, strict=True)
+        }
+        properties["dfs.ha.namenodes.prod"] = names
+        found = cluster(tmp_path, "hdfs://prod/yard", **properties)
+        assert len(found.namenodes) == 2
+        with ThreadPoolExecutor(len(listening)) as threads:
+            asked = [threads.submit(_hang_up_on_one, one) for one in listening]
+            with (
+                closing(Namespace(found, limit_s=5)) as namespace,
+                pytest.raises(StoreUnavailable),
+            ):
+                namespace.status("/")
+            assert all(one.result() for one in asked)
+
+
+def _hang_up_on_one(listening: socket.socket) -> bool:
+    """Whether somebody came."""
+    listening.settimeout(5)
+    try:
+        listening.accept()[0].close()
+    except TimeoutError:
+        return False
+    finally:
+        listening.close()
+    return True
 
 
 def test_https_is_used_where_the_policy_says_so(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ _MAX_EXPANSIONS = 20  # Hadoop's own limit
 _MAX_VALUE_CHARS = 1024 * 1024
 _INCLUDE = "{http://www.w3.org/2001/XInclude}include"
 _FALLBACK = "{http://www.w3.org/2001/XInclude}fallback"
+_BETWEEN = re.compile(r"[,\n]")
 _VARIABLE = re.compile(r"\$\{([^${}\s]+)\}")
 _RPC_PORT, _HTTP_PORT, _HTTPS_PORT = 8020, 9870, 9871
 _FOLDER_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._=+@~-]{0,254}", re.ASCII)
@@ -49,6 +50,10 @@ class Configuration:
 
     def get(self, key: str) -> str | None:
         return self.values.get(key, "").strip() or None
+
+    def names(self, key: str) -> list[str]:
+        """A list as Hadoop reads it: divided by commas or line ends, with room for spaces."""
+        return [name for part in _BETWEEN.split(self.get(key) or "") if (name := part.strip())]
 
     def is_on(self, key: str) -> bool:
         return (self.get(key) or "").lower() == "true"
@@ -101,7 +106,7 @@ class Cluster:
             domain_socket=configuration.get("dfs.domain.socket.path")
             if configuration.is_on("dfs.client.read.shortcircuit")
             else None,
-            properties=configuration.values,
+            properties=_for_hdfs_native(authority, configuration),
         )
 
     @property
@@ -112,6 +117,13 @@ class Cluster:
     def at(self, path: StorePath) -> str:
         """A store path as HDFS knows it."""
         return f"{self.root}/{path.text}"
+
+
+def _for_hdfs_native(authority: str, configuration: Configuration) -> Mapping[str, str]:
+    """The properties, with the list of NameNodes as it reads lists: without any spaces."""
+    key = f"dfs.ha.namenodes.{authority}"
+    namenodes = ",".join(configuration.names(key))
+    return {**configuration.values, key: namenodes} if namenodes else configuration.values
 
 
 def _own_name() -> str:
@@ -145,7 +157,7 @@ def _collect(
     for element in tree:
         if element.tag == "property":
             if name := element.findtext("name"):
-                values[name.strip()] = element.findtext("value", "")
+                values[name.strip()] = element.findtext("value", "").strip()
         elif element.tag == _INCLUDE:
             _include(element, file, values, (*above, file))
         else:
@@ -269,8 +281,8 @@ def _namenodes(authority: str, configuration: Configuration) -> list[tuple[str |
 
     None: no key is about it, since the files may be about another cluster than the URL names.
     """
-    if namenodes := configuration.get(f"dfs.ha.namenodes.{authority}"):
-        suffixes = [f".{authority}.{name.strip()}" for name in namenodes.split(",")]
+    if namenodes := configuration.names(f"dfs.ha.namenodes.{authority}"):
+        suffixes = [f".{authority}.{name}" for name in namenodes]
     elif configuration.get(f"dfs.namenode.rpc-address.{authority}"):
         suffixes = [f".{authority}"]
     else:
