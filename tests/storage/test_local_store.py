@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from weightyard.errors import NotAllowed, StoreFull, Unsupported
+from weightyard.errors import BadSetting, NotAllowed, StoreFull, Unsupported
 from weightyard.names import PackId, UploadId
 from weightyard.storage import final_name, layout
 from weightyard.storage.local import LocalStore
@@ -47,6 +47,15 @@ def test_modes_are_those_of_init_whatever_the_umask_says(tmp_path: Path) -> None
     file = tmp_path / "yard" / path.text
     assert file.stat().st_mode & 0o777 == 0o664
     assert file.parent.stat().st_mode & 0o777 == 0o775
+
+
+@pytest.mark.parametrize("stranger", [{"owner": "nobody-knows"}, {"group": "nobody-knows"}])
+def test_an_owner_this_host_does_not_know_is_refused_before_a_folder_is_made(
+    tmp_path: Path, stranger: dict[str, str]
+) -> None:
+    with pytest.raises(BadSetting, match="nobody-knows"):
+        LocalStore(tmp_path / "yard").init(Ownership(**stranger))  # type: ignore[arg-type]
+    assert not (tmp_path / "yard").exists()
 
 
 @pytest.fixture

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import grp
 import os
+import pwd
 import shutil
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing_extensions import Buffer
 
 from weightyard.errors import (
     AlreadyThere,
+    BadSetting,
     FileMissing,
     InvalidName,
     NotAllowed,
@@ -82,6 +85,7 @@ class LocalStore(Store):
 
     def init(self, ownership: Ownership | None = None) -> None:
         ownership = ownership or Ownership()
+        _require_known(ownership)
         with _translated(self.folder):
             for folder in (self.folder, *(self._at(path) for path in layout.FOLDERS)):
                 folder.mkdir(parents=True, exist_ok=True)
@@ -258,6 +262,19 @@ class _LocalStage(Stage):
         if self._file is None:
             raise ValueError(f"{self._path} is closed")
         return self._file
+
+
+def _require_known(ownership: Ownership) -> None:
+    """Before a folder is made, or changed, for somebody whom this host does not know."""
+    for kind, name, find in (
+        ("user", ownership.owner, pwd.getpwnam),
+        ("group", ownership.group, grp.getgrnam),
+    ):
+        try:
+            if name is not None:
+                find(name)
+        except (KeyError, ValueError):
+            raise BadSetting(f"this host knows no {kind} of the name {name!a}") from None
 
 
 def require_no_file(folder: Path) -> None:
