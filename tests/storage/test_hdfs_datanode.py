@@ -309,6 +309,24 @@ def test_a_well_behaved_answer_is_read() -> None:
         assert read_from(datanode) == b"x" * 1024
 
 
+def test_a_read_that_outlasts_its_reader_leaves_no_connection() -> None:
+    reader, out, is_ended = DataNodeReader("test"), bytearray(1024), threading.Event()
+
+    def answer(client: socket.socket) -> None:
+        reader.close()
+        client.sendall(_GOOD)
+        client.settimeout(LIMIT_S)
+        while client.recv(16):  # that it has all of it
+            pass
+        is_ended.set()
+
+    with lying_datanode(answer) as datanode:
+        span = Span(0, 4096, (), BlockAccess("BP-1", 1, 1, 4096))
+        reader.read(Replica(datanode, "127.0.0.1"), span, [Read(512, memoryview(out))], soon())
+        assert out == b"x" * 1024
+        assert is_ended.wait(5.0)
+
+
 @pytest.mark.parametrize(
     "answer",
     [

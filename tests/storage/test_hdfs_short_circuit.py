@@ -132,6 +132,13 @@ def test_no_more_than_a_few_files_stay_open(store: HdfsStore) -> None:
     assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
+def test_a_read_that_outlasts_its_store_leaves_no_file_open(store: HdfsStore) -> None:
+    location = store.locate(put(store, CONTENT))
+    store.close()
+    assert read(store, location) == (CONTENT, ReadPath.SHORT_CIRCUIT)
+    assert not [one for one in _open_files() if "/blk_" in one]
+
+
 def _open_files() -> list[str]:
     found = []
     for link in Path("/proc/self/fd").iterdir():

@@ -65,6 +65,7 @@ class DataNodeReader:
         self._client = client
         self._stall_s = stall_s
         self._idle: deque[_Connection] = deque()  # the longest idle first
+        self._is_closed = False
         self._lock = threading.Lock()
         self._rubbish = memoryview(bytearray(GAP_BYTES))
         self._lookup = Lookup()
@@ -82,6 +83,7 @@ class DataNodeReader:
 
     def close(self) -> None:
         with self._lock:
+            self._is_closed = True  # by which reads that go on give up theirs when they end
             ended, self._idle = self._idle, deque()
         for connection in ended:
             connection.close()
@@ -154,8 +156,9 @@ class DataNodeReader:
         """Those the DataNodes have closed by now, and the oldest if there are too many."""
         ended = []
         newest_to_end = time.monotonic() - _IDLE_S
+        most_idle = 0 if self._is_closed else _MOST_IDLE
         while self._idle and (
-            len(self._idle) > _MOST_IDLE or self._idle[0].idle_since < newest_to_end
+            len(self._idle) > most_idle or self._idle[0].idle_since < newest_to_end
         ):
             ended.append(self._idle.popleft())
         return ended

@@ -58,6 +58,7 @@ class ShortCircuit:
         self._lock = threading.Lock()
         self._files: OrderedDict[tuple[str, str, int, int], _ReplicaFile] = OrderedDict()
         self._not_before: dict[str, float] = {}
+        self._is_closed = False
 
     def read(
         self, pieces: Sequence[Piece], replica: Replica | None, deadline: Deadline
@@ -76,6 +77,7 @@ class ShortCircuit:
 
     def close(self) -> None:
         with self._lock:
+            self._is_closed = True
             self._files.clear()
         self._lookup.close()
 
@@ -127,7 +129,7 @@ class ShortCircuit:
         file = self._ask(datanode, block, deadline)
         with self._lock:
             file = self._files.setdefault(key, file)  # another thread may have asked too
-            while len(self._files) > _MOST_FILES:
+            while len(self._files) > (0 if self._is_closed else _MOST_FILES):
                 self._files.popitem(last=False)
         return file
 
