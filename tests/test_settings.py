@@ -36,6 +36,26 @@ def test_hadoops_own_variables_are_honoured(monkeypatch: pytest.MonkeyPatch) -> 
     assert settings.webhdfs == ("http://nn1:9870", "http://nn2:9870")
 
 
+def test_namenodes_may_be_listed_with_spaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WEIGHTYARD_WEBHDFS", " http://nn1:9870, https://nn2/gateway/x ,")
+    monkeypatch.setenv("WEIGHTYARD_PROXY_ADDRESSES", "10.0.0.1, 10.1.0.0/16")
+    settings = Settings()
+    assert settings.webhdfs == ("http://nn1:9870", "https://nn2/gateway/x")
+    assert settings.proxy_addresses == ("10.0.0.1", "10.1.0.0/16")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["nn:9870", "hdfs://nn:8020", "http://", "http://nn:99999", "http://[nn", "http://n;m"],
+)
+def test_what_is_no_address_of_a_namenode_is_refused_by_its_variable(
+    monkeypatch: pytest.MonkeyPatch, address: str
+) -> None:
+    monkeypatch.setenv("WEIGHTYARD_WEBHDFS", address)
+    with pytest.raises(BadSetting, match=r"^WEIGHTYARD_WEBHDFS: "):
+        Settings()
+
+
 @pytest.mark.parametrize("url", ["s3://bucket/x", "http://host/", "file://host/folder"])
 def test_a_url_that_is_no_store_says_what_to_use(url: str) -> None:
     with pytest.raises(BadSetting, match=r"file://"):

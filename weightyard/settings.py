@@ -11,6 +11,7 @@ import re
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AliasChoices, Field, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
@@ -154,7 +155,20 @@ class Settings(BaseSettings):
     @field_validator("webhdfs", "proxy_addresses", mode="before")
     @classmethod
     def _split_commas(cls, value: Any) -> Any:
-        return tuple(filter(None, value.split(","))) if isinstance(value, str) else value
+        if not isinstance(value, str):
+            return value
+        return tuple(one for part in value.split(",") if (one := part.strip()))
+
+    @field_validator("webhdfs")
+    @classmethod
+    def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for url in value:
+            parts = urlsplit(url)
+            _ = parts.port  # looked at only now
+            is_odd = not url.isprintable() or any(sign in url for sign in " ?#;")
+            if parts.scheme not in ("http", "https") or not parts.hostname or is_odd:
+                raise ValueError(f"{url[:80]!a} is not http(s)://HOST:PORT")
+        return value
 
     @field_validator("proxy_addresses")
     @classmethod
