@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from weightyard.errors import AlreadyThere, StoreUnavailable, YardError
+from weightyard.errors import AlreadyThere, StoreFull, StoreUnavailable, YardError
 from weightyard.storage.hdfs import rpc, wire
+from weightyard.storage.hdfs.native import _translated
 from weightyard.storage.hdfs.new_files import Defaults, NewFile, NewFiles
 from weightyard.storage.hdfs.protobuf import Malformed, bytes_field, delimited, varint_field
 from weightyard.storage.hdfs.rpc import NameNodeCalls, NotServed
@@ -125,6 +126,18 @@ def test_a_refusal_is_the_error_it_names() -> None:
     said = r"asking: FileAlreadyExistsException: /f is there$"
     with namenode(refusal) as one, calls(one) as made, pytest.raises(AlreadyThere, match=said):
         made.call("asking", "m", b"")
+
+
+def test_a_folder_with_all_the_files_that_hdfs_allows_is_full_whoever_says_so() -> None:
+    java = "org.apache.hadoop.hdfs.protocol.FSLimitException$MaxDirectoryItemsExceededException"
+    why = "The directory item limit of /yard/journal is exceeded: limit=1048576 items=1048576"
+    said = rf"asking: MaxDirectoryItemsExceededException: {why}$"
+    refusal = answer(b"", status=1, java=java, why=f"{why}\n\tat a.b.C")
+    with namenode(refusal) as one, calls(one) as made, pytest.raises(StoreFull, match=said):
+        made.call("asking", "m", b"")
+    by_native = RuntimeError(f'RPCError("{java}", "{why}\\n\\tat a.b.C")')
+    with pytest.raises(StoreFull, match=said):
+        raise _translated("asking", by_native)
 
 
 def test_who_wants_a_proof_is_told_apart_from_who_fails() -> None:

@@ -96,6 +96,14 @@ class StoreContract:
         assert get(ready, path) == _BYTES
         assert get(ready, other.path) == b"other", "the loser stays staged"
 
+    def test_publish_leaves_a_folder_of_that_name_alone(self, ready: Store) -> None:
+        inside, staged = stage(ready, _BYTES), stage(ready, b"other")
+        folder = StorePath(inside.path.text.rpartition("/")[0])
+        with pytest.raises(AlreadyThere):
+            ready.publish(staged, folder)
+        assert get(ready, inside.path) == _BYTES
+        assert get(ready, staged.path) == b"other", "it stays staged"
+
     def test_of_racing_publishers_exactly_one_wins(self, ready: Store) -> None:
         path = layout.manifest(Digest(os.urandom(32).hex()))
         contents = [bytes([i]) * (i + 1) for i in range(4)]

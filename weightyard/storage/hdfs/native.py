@@ -275,7 +275,7 @@ def _write_copies(writer: FileWriter, data: memoryview) -> None:
         writer.write(bytes(data[start : start + _COPY_BYTES]))
 
 
-_RPC_ERROR = re.compile(r'(?:Fatal)?RPCError\("(?:[\w.]+\.)?(\w+)", "(.*)', re.DOTALL)
+_RPC_ERROR = re.compile(r'(?:Fatal)?RPCError\("([\w.$]+)", "(.*)', re.DOTALL)
 _BY_PYTHON_CLASS: tuple[tuple[type[Exception], type[YardError]], ...] = (
     (FileNotFoundError, FileMissing),
     (FileExistsError, AlreadyThere),
@@ -288,7 +288,7 @@ def _translated(doing: str, why: Exception) -> YardError:
     """hdfs-native's errors as the error tree: it says Java's class and message as text."""
     text = str(why)
     if rpc := _RPC_ERROR.match(text):
-        return remote.error(doing, rpc[1], rpc[2])
+        return remote.error(doing, remote.short_name(rpc[1]), rpc[2])
     kind: type[YardError] = StoreUnavailable
     for python_class, meant in _BY_PYTHON_CLASS:
         if isinstance(why, python_class):

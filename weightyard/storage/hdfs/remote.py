@@ -60,11 +60,18 @@ _BY_JAVA_CLASS: dict[str, type[YardError]] = {
 }
 
 
+def short_name(java_class: str) -> str:
+    """Of a class of Java's, without its package and the class it lies in."""
+    return java_class.rpartition(".")[2].rpartition("$")[2]
+
+
 def error(doing: str, java_class: str, message: str) -> YardError:
-    """The error for an exception of Java's: its class without the package, and what it says."""
+    """The error for an exception of Java's: its class by its short name, and what it says."""
     kind = _BY_JAVA_CLASS.get(java_class, StoreUnavailable)
     if "replication factor" in message or "less than configured minimum" in message:
         kind = BlockTooSmall if "min-block-size" in message else Unsupported
+    if "must both be directories" in message:  # a folder has the name that a file is to get
+        kind = AlreadyThere
     running = _RUNNING.search(message)
     if running and int(running[1]) > int(running[2].replace("no", "0")):
         kind = StoreFull

@@ -228,11 +228,11 @@ def _parse_answer(frame: bytes, number: int, doing: str) -> tuple[Exception | No
             case 2, int():
                 status = value
             case 4, bytes():
-                java_class = value.decode("utf-8", "replace").rpartition(".")[2]
+                java_class = remote.short_name(value.decode("utf-8", "replace"))
             case 5, bytes():
                 message = value.decode("utf-8", "replace")
     if status == 2:  # and it hangs up
-        if java_class.rpartition("$")[2] in _NOT_SERVED:
+        if java_class in _NOT_SERVED:
             raise NotServed(f"{doing}: {remote.first_line(f'{java_class}: {message}')}")
         raise remote.error(doing, java_class, message)
     if answered != number or status not in (0, 1):
