@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from cli_runs import Cli
 
+import weightyard
+from weightyard.errors import Refused
+
 BERT = "team/bert"
 
 
@@ -138,6 +141,32 @@ def test_a_place_that_cannot_be_written_is_named(cli: Cli, base: Path) -> None:
 def test_a_yard_of_an_empty_name_is_not_the_default_one(cli: Cli) -> None:
     assert "URL or folder is empty" in cli.refused(2, "--yard", "", "ls")
     assert "URL or folder is empty" in cli.refused(2, "ls", "--yard", "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("serve", "--store", ""), ("db", "current", "--db", ""), ("db", "upgrade", "--db", "")],
+)
+def test_a_store_or_database_of_an_empty_name_is_not_the_default_one(
+    cli: Cli, tmp_path: Path, words: tuple[str, ...]
+) -> None:
+    assert "URL" in cli.refused(2, *words)
+    assert not (tmp_path / "home").exists()
+
+
+def test_a_folder_of_an_empty_name_is_not_the_one_a_user_is_in(
+    cli: Cli, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli.ok("push", base, BERT)
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    assert "is empty" in cli.refused(2, "pull", BERT, "")
+    assert not list((tmp_path / "here").iterdir())
+    monkeypatch.chdir(base)
+    assert "is empty" in cli.refused(2, "push", "", BERT)
+    with weightyard.open() as yard, pytest.raises(Refused, match="is empty"):
+        yard.push("", BERT)
+    assert "Published team/bert@v2" in cli.ok("push", ".", BERT)
 
 
 def test_a_file_where_a_folder_is_meant_is_called_a_file(

@@ -84,7 +84,7 @@ def opened_database(session: Session, db: str | None) -> Iterator[Database]:
     from weightyard.storage.opening import open_store
 
     settings = session.settings()
-    if (url := db or settings.db) is not None:
+    if (url := settings.db if db is None else db) is not None:
         database = Database(url)
     else:
         with open_store(store_url(session.url, settings), settings) as store:

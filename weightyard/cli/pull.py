@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -17,7 +16,7 @@ from weightyard.errors import NoSuchThing
 def pull(
     session: Session,
     ref: RefArgument,
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Made if it is not there.")],
+    folder: Annotated[str, typer.Argument(metavar="DIR", help="Made if it is not there.")],
     include: Included = None,
     exclude: Excluded = None,
 ) -> None:
@@ -47,13 +46,15 @@ def pull(
         files = plan_snapshot(manifest, Choice(include, exclude)).files
         total_bytes = sum(file.bytes for file in files)
         with session.progress("Pulling", total_bytes) as advance:
-            yard.pull(version.ref, folder, include=include, exclude=exclude, progress=advance)
+            target = yard.pull(
+                version.ref, folder, include=include, exclude=exclude, progress=advance
+            )
     seconds = time.monotonic() - began
     result = {
         "ref": version.ref,
         "version": version.number,
         "digest": version.digest,
-        "folder": str(folder),
+        "folder": str(target),
         "files": len(files),
         "bytes": total_bytes,
         "seconds": round(seconds, 3),
@@ -61,7 +62,7 @@ def pull(
     session.show(
         result,
         lambda console: console.print(
-            f"{version.ref} is in {folder}: {count(len(files), 'file')}, {size(total_bytes)}, "
+            f"{version.ref} is in {target}: {count(len(files), 'file')}, {size(total_bytes)}, "
             f"{seconds:.1f} s",
             markup=False,
         ),

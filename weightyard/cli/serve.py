@@ -73,7 +73,8 @@ def serve(
                 err=True,
             )
 
-    with open_store(store or store_url(session.url, settings), settings) as opened:
+    chosen = store_url(session.url if store is None else store, settings)
+    with open_store(chosen, settings) as opened:
         database = open_database(opened, settings)
         try:
             if database.is_sqlite:

@@ -277,6 +277,15 @@ def _require_known(ownership: Ownership) -> None:
             raise BadSetting(f"this host knows no {kind} of the name {name!a}") from None
 
 
+def require_named(path: str | Path) -> None:
+    """See that a path is not empty, which Python takes for the folder one is in. Raises Refused.
+
+    A variable of a script was not set: what was meant for one folder would be done to another.
+    """
+    if not str(path).strip():
+        raise Refused("the path is empty; for the folder you are in say '.'")
+
+
 def require_no_file(folder: Path) -> None:
     """See that where a folder is meant there is no file. Raises Refused."""
     if os.path.isfile(folder):  # which, unlike Path.is_file(), raises nothing
