@@ -63,6 +63,17 @@ def test_a_listener_that_was_away_misses_nothing(world: World, url: str) -> None
         ]
 
 
+def test_who_heard_more_than_there_is_hears_all_since_the_registry_was_rebuilt(
+    world: World,
+) -> None:
+    push(world.registry, world.store, "team/bert", b"after the rebuild")
+    heard = world.call("GET", "events?for_s=0", headers={"Last-Event-ID": "900"}).text
+    assert "team/bert@v1" in heard
+    newest = str(world.registry.newest_event())
+    again = world.call("GET", "events?for_s=0", headers={"Last-Event-ID": newest}).text
+    assert "team/bert@v1" not in again
+
+
 def test_many_events_at_once_come_in_order(
     world: World, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,8 +70,11 @@ async def listen(
     `Last-Event-ID` (or `after`) goes on after an event; without it the stream begins now.
     """
     last = number_after(last_event_id if last_event_id is not None else after)
+    newest = await yard.ask(yard.registry.newest_event)
     if last is None:
-        last = await yard.ask(yard.registry.newest_event)
+        last = newest
+    elif last > newest:  # the registry was rebuilt since, and all that it tells of is new
+        last = 0
     if yard.listeners >= _MAX_LISTENERS:
         raise StoreUnavailable(f"{_MAX_LISTENERS} listen already: try another service")
     stream = _stream(yard, caller, request, last, for_s)
