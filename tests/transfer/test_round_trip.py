@@ -7,6 +7,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +18,14 @@ from patience import be_patient
 from strategies import State, content, states
 
 from weightyard.codec import Encoded, encode, encode_delta
-from weightyard.errors import Conflict, FileMissing, NotAllowed, Refused, YardError
+from weightyard.errors import (
+    Conflict,
+    FileMissing,
+    NoSuchThing,
+    NotAllowed,
+    Refused,
+    YardError,
+)
 from weightyard.format import manifest as manifests
 from weightyard.format.assembly import manifest_of
 from weightyard.format.block import MIB, Codec
@@ -32,6 +40,7 @@ from weightyard.storage.opening import open_store
 from weightyard.storage.store import Location, Read, ReadPath, Replica, Served, Store
 from weightyard.testing.cluster import MiniCluster
 from weightyard.testing.faults import FaultyStore
+from weightyard.transfer.appearing import appearing
 from weightyard.transfer.catalogue import MemoryCatalogue
 from weightyard.transfer.folder import files_in, read_folder, write_folder
 from weightyard.transfer.hedging import HedgeBudget
@@ -346,19 +355,52 @@ def test_a_folder_that_cannot_be_read_is_named_rather_than_left_out() -> None:
         Path(folder, "config.json").write_text("{}")
         Path(folder, "shards").mkdir(mode=0o700)
         Path(folder, "shards", "model.bin").write_bytes(b"x")
-        root = os.geteuid() == 0
-        if root:
-            os.seteuid(65534)  # to root nothing is forbidden
-        else:
-            Path(folder, "shards").chmod(0)
-        try:
+        with _may_not_enter(Path(folder, "shards")), pytest.raises(NotAllowed, match="shards"):
+            files_in(Path(folder))
+
+
+@pytest.mark.parametrize("what", ["", "model.bin", "further"])
+def test_what_lies_in_a_folder_that_may_not_be_entered_is_named(
+    what: str, folder_store: Store
+) -> None:
+    catalogue = MemoryCatalogue()
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        shards = Path(folder, "shards")
+        Path(shards, "further").mkdir(parents=True)
+        Path(shards, "model.bin").write_bytes(b"x")
+        manifest = write_folder(Writer(folder_store, catalogue.upload()), shards, MIB)
+        shards.chmod(0o744)  # others may read its names, and nothing else of it
+        with _may_not_enter(shards):
             with pytest.raises(NotAllowed, match="shards"):
-                files_in(Path(folder))
-        finally:
-            if root:
-                os.seteuid(0)
-            else:
-                Path(folder, "shards").chmod(0o700)
+                files_in(shards / what)
+            with pytest.raises(NotAllowed, match="shards"):
+                read_folder(Reader(folder_store, catalogue), manifest, shards / what)
+            with pytest.raises(NotAllowed, match="shards"), appearing(shards / "new.bin"):
+                pass
+
+
+def test_a_name_too_long_for_the_system_is_that_of_no_folder() -> None:
+    with pytest.raises(NoSuchThing, match="File name too long"):
+        files_in(Path("a" * 300))
+
+
+@contextmanager
+def _may_not_enter(folder: Path) -> Iterator[None]:
+    """Whoever the tests run as. The folder says what others may."""
+    before = folder.stat().st_mode
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(65534)  # to root nothing is forbidden
+    else:
+        folder.chmod((before & 0o7) << 6)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
+        else:
+            folder.chmod(before)
 
 
 def test_memory_sources_are_not_copied() -> None:

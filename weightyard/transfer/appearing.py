@@ -20,9 +20,9 @@ def appearing(target: Path) -> Iterator[Path]:
     After an error nothing is left of it. Raises Conflict if `target` is there, at the beginning
     or by then; NotAllowed, StoreFull, NoSuchThing, and Unsupported where no way is safe.
     """
-    if target.exists() or target.is_symlink():
-        raise _there_already(target)
     with translated(target):
+        if target.exists() or target.is_symlink():
+            raise _there_already(target)
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f".{secrets.token_hex(8)}.partial")
         os.close(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))

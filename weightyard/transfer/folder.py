@@ -30,22 +30,31 @@ def files_in(folder: Path, *, follow_links: bool = False) -> list[tuple[FilePath
     same, since they may lead round in circles. Raises Refused for other links and whatever else
     is no file, NotAllowed if a folder below cannot be read: what is pushed is all there is.
     """
-    if folder.is_file():
-        return [(FilePath(folder.name), folder)]
-    if not folder.is_dir():
-        raise NoSuchThing(f"there is no folder or file {folder}")
+    with translated(folder):
+        if folder.is_file():
+            return [(FilePath(folder.name), folder)]
+        if not folder.is_dir():
+            raise NoSuchThing(f"there is no folder or file {folder}")
     found = []
     for file in sorted(_below(folder)):
-        if file.is_symlink() and not (follow_links and file.is_file()):
-            raise Refused(f"{file} is a link{_about(file)}")
-        if file.is_dir():
-            continue
-        if not file.is_file():
-            raise Refused(f"{file} is neither a file nor a folder: it cannot be pushed")
+        with translated(file):
+            if not _is_pushed(file, follow_links):
+                continue
         found.append((FilePath(file.relative_to(folder).as_posix()), file))
     if not found:
         raise NoSuchThing(f"{folder} has no files")
     return found
+
+
+def _is_pushed(file: Path, follow_links: bool) -> bool:
+    """Whether it is a file, and no folder, whose files are listed too. Raises Refused."""
+    if file.is_symlink() and not (follow_links and file.is_file()):
+        raise Refused(f"{file} is a link{_about(file)}")
+    if file.is_dir():
+        return False
+    if not file.is_file():
+        raise Refused(f"{file} is neither a file nor a folder: it cannot be pushed")
+    return True
 
 
 def _about(link: Path) -> str:
@@ -131,8 +140,9 @@ def read_folder(
 
 def is_there(manifest: Manifest, file: FileEntry, target: Path) -> bool:
     """Whether a file is in its place, byte for byte: so a pull that was killed goes on."""
-    if target.is_symlink() or not target.is_file():
-        return False
+    with translated(target):
+        if target.is_symlink() or not target.is_file():
+            return False
     return has_content(manifest, file, FileSource(target))
 
 
