@@ -325,9 +325,8 @@ def _binding(store: Store, settings: Settings) -> Iterator[Finding]:
 def _opened(store: Store, settings: Settings) -> Iterator[Database | None]:
     """The database, unless it is an SQLite file that is not there: looking must not make it."""
     database = Database(database_url(store, settings))
-    is_new = database.is_sqlite and not Path(str(database.url.database)).exists()
     try:
-        yield None if is_new else database
+        yield database if database.is_there else None
     finally:
         database.close()
 

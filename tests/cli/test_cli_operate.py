@@ -143,6 +143,18 @@ def test_init_states_the_modes_and_may_be_repeated(cli: Cli, tmp_path: Path) -> 
     assert cli.json("--yard", tmp_path / "yard", "ls")["models"] == []
 
 
+def test_an_owner_nobody_knows_is_refused(cli: Cli) -> None:
+    assert "knows no user" in cli.refused(2, "init", "--owner", "nobody-here")
+    assert "knows no group" in cli.refused(2, "init", "--group", "nobody-here")
+
+
+def test_looking_at_a_database_that_is_not_there_does_not_make_it(cli: Cli, tmp_path: Path) -> None:
+    said = cli("db", "current", "--db", f"sqlite:///{tmp_path}/typo.db", "--json")
+    assert (said.code, json.loads(said.out)["schema"]) == (1, None)
+    assert "db upgrade" in cli("db", "current").out
+    assert not [*tmp_path.rglob("*.db*")]
+
+
 def test_whether_projects_share_content_is_chosen_by_init_and_shown_by_doctor(
     cli: Cli, tmp_path: Path
 ) -> None:

@@ -61,7 +61,8 @@ def current(session: Session, db: _Db = None) -> None:
     from weightyard.registry import migrate
 
     with opened_database(session, db) as database:
-        schema, newest = migrate.current(database), migrate.newest()
+        schema = migrate.current(database) if database.is_there else None
+        newest = migrate.newest()
         result = {
             "database": shown_url(database),
             "schema": schema,

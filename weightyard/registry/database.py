@@ -106,6 +106,11 @@ class Database:
         self._watched: tuple[int, int] | None = None
         self._watch_lock = threading.Lock()
 
+    @property
+    def is_there(self) -> bool:
+        """Whether looking into it makes nothing: connecting to an SQLite file makes one."""
+        return not self.is_sqlite or Path(str(self.url.database)).exists()
+
     def write(self, work: Callable[[Connection], _T]) -> _T:
         """Run work in one transaction that may change things, and commit it.
 
