@@ -125,6 +125,19 @@ def test_a_file_sent_again_replaces_the_one_before(world: World) -> None:
     assert world.call("GET", "models/team/bert/versions/1/files/a").content == b"two"
 
 
+@pytest.mark.parametrize("header", [{"Content-Range": "bytes 3-5/6"}, {"Content-Encoding": "gzip"}])
+def test_a_part_of_a_file_or_what_has_to_be_unpacked_first_is_not_taken_for_the_file(
+    world: World, header: dict[str, str]
+) -> None:
+    upload = begin(world)
+    world.call("PUT", f"{upload}/files/a", token="writer", content=b"whole!")
+    answer = world.call("PUT", f"{upload}/files/a", token="writer", content=b"le!", headers=header)
+    assert answer.status_code == 400, answer.text
+    assert next(iter(header)) in answer.json()["detail"]
+    world.call("POST", f"{upload}/commit", token="writer")
+    assert world.call("GET", "models/team/bert/versions/1/files/a").content == b"whole!"
+
+
 def test_an_upload_that_was_given_up_is_gone(world: World) -> None:
     upload = begin(world)
     for _ in range(2):

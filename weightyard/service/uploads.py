@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Header, Path, Request, Response
 from fastapi.openapi.models import Example
 
-from weightyard.errors import Retryable
+from weightyard.errors import Refused, Retryable
 from weightyard.logs import Log
 from weightyard.names import AliasName, Digest, FilePath, PackId, Ref
 from weightyard.records import Publication, Role, Version
@@ -230,8 +230,9 @@ async def _received(
 ) -> AsyncIterator[pathlib.Path]:
     """The body of a request as a file of this machine. The upload stays alive meanwhile.
 
-    Raises UploadExpired before a byte is read, TooLarge, StoreUnavailable, StoreFull.
+    Raises Refused and UploadExpired before a byte is read, TooLarge, StoreUnavailable, StoreFull.
     """
+    _require_whole(request)
     announced = request.headers.get("content-length", "")
     expected = int(announced) if announced.isdecimal() and len(announced) < 19 else None
     with yard.turnstile.passed(caller.who):
@@ -240,6 +241,16 @@ async def _received(
             with yard.spool.open(expected) as file:
                 await _receive(yard, request, file)
                 yield file.finish()
+
+
+def _require_whole(request: Request) -> None:
+    """See that the body is what is to be stored, not a part of it or packed. Raises Refused.
+
+    `curl --continue-at` sends only the rest of a file, which would be taken for all of it.
+    """
+    for name in ("Content-Range", "Content-Encoding"):
+        if name in request.headers:
+            raise Refused(f"send all of it, as it is, without {name}")
 
 
 async def _receive(yard: Service, request: Request, file: SpooledFile) -> None:
