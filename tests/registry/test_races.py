@@ -18,7 +18,7 @@ from weightyard.errors import (
     VersionMoved,
 )
 from weightyard.names import AliasName, ModelName, Ref
-from weightyard.records import Publication, Version
+from weightyard.records import Publication, Retention, Version
 from weightyard.registry import binding
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
@@ -118,6 +118,38 @@ def test_an_alias_is_not_moved_to_a_version_that_is_being_removed(
     (error,) = done.errors
     assert isinstance(error, NoSuchThing)
     assert two.alias(BERT, PROD) == 1
+
+
+@pytest.mark.parametrize("is_expected", [False, True])
+def test_a_version_that_is_being_removed_is_not_annotated(
+    one: Registry, two: Registry, is_expected: bool
+) -> None:
+    second = Ref.parse("team/bert@v2")
+    expect = one.resolve(second).etag if is_expected else None
+    done = race(
+        one.database,
+        "INSERT INTO outbox",
+        lambda: one.remove(second),
+        lambda: two.annotate(second, {"message": "good"}, expect=expect),
+    )
+    assert done.second_waited
+    (error,) = done.errors
+    assert isinstance(error, NoSuchThing), error
+
+
+def test_a_model_that_is_being_removed_gets_no_rules(one: Registry, two: Registry) -> None:
+    empty = ModelName("team", "empty")
+    one.create_model(empty)
+    done = race(
+        one.database,
+        "INSERT INTO outbox",
+        lambda: one.remove_model(empty),
+        lambda: two.set_retention(empty, Retention(keep_last=1)),
+    )
+    assert done.second_waited
+    (error,) = done.errors
+    assert isinstance(error, NoSuchThing), error
+    assert one.create_model(empty).retention is None, "made again, it has none"
 
 
 def test_a_parent_is_not_removed_while_its_child_is_published(

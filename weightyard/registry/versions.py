@@ -319,8 +319,7 @@ def annotate(
     With `expect`, only if its `etag` is this one. Raises NoSuchThing, Changed, and BadSetting for
     what a writer could not have said either.
     """
-    row = find(tx, ref)
-    tx.execute(select(_v.c.id).where(_v.c.id == row.id).with_for_update())
+    row = hold(tx, find(tx, ref), alone=True)
     if expect is not None and (now := get(tx, row.id)).etag != expect:
         raise Changed(f"{now.ref} was changed meanwhile: read it again")
     allowed = {"message", "metrics", "tags", "metadata"}
@@ -411,7 +410,9 @@ def set_retention(tx: Connection, model: ModelName, retention: Retention | None,
     if retention is not None and retention.keep_every is not None and row.kind != "run":
         raise Refused(f"{model} is no run, so its versions have no steps: leave out keep_every")
     rules = None if retention is None else retention.model_dump(exclude_none=True)
-    tx.execute(update(_m).where(_m.c.id == row.id).values(retention=rules))
+    there = update(_m).where(_m.c.id == row.id, _m.c.removed_ms.is_(None))
+    if not tx.execute(there.values(retention=rules)).rowcount:
+        raise NoSuchThing(f"no model {model}: it was just removed")
     record_event(tx, who, "model.retention", str(model), rules)
     outbox.put_journal(tx, "retention", str(model), who, rules or {})
 
