@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 
-from weightyard.errors import Conflict, RegistryUnavailable
+from weightyard.errors import Conflict, NotAllowed, RegistryUnavailable
 from weightyard.registry.alone import only_one
 from weightyard.registry.database import Database
 
@@ -24,6 +27,25 @@ def test_a_second_collector_is_told_that_one_is_running(
     with only_one(other, "gc"):
         pass
     other.close()
+
+
+def test_a_lock_that_another_user_left_behind_is_named() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        database = Database(f"sqlite:///{folder}/registry.db")
+        with only_one(database, "gc"):
+            pass
+        left = Path(folder, "registry.db.gc")
+        left.chmod(0o400)
+        if is_root := os.geteuid() == 0:
+            os.seteuid(65534)  # to root nothing is forbidden
+        try:
+            with pytest.raises(NotAllowed, match=r"registry\.db\.gc"), only_one(database, "gc"):
+                raise AssertionError("two users at once")
+        finally:
+            if is_root:
+                os.seteuid(0)
+        database.close()
 
 
 @pytest.mark.parametrize("lost", ["pg_try_advisory_lock", "pg_advisory_unlock"])

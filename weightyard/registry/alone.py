@@ -9,11 +9,13 @@ import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 from sqlalchemy import exc, func, select
 
 from weightyard.errors import Conflict, RegistryUnavailable
 from weightyard.registry.database import Database
+from weightyard.transfer.source import translated
 
 _LOCKS = {"gc": 0x77792D67632D2D31}
 
@@ -22,7 +24,7 @@ _LOCKS = {"gc": 0x77792D67632D2D31}
 def only_one(database: Database, what: str) -> Iterator[None]:
     """Hold the lock for `what` on this database; a process that dies gives it up.
 
-    Raises Conflict at once if another one holds it, RegistryUnavailable.
+    Raises Conflict at once if another one holds it, NotAllowed, RegistryUnavailable.
     """
     with _sqlite(database, what) if database.is_sqlite else _postgresql(database, what):
         yield
@@ -54,11 +56,13 @@ def _postgresql(database: Database, what: str) -> Iterator[None]:
 
 @contextmanager
 def _sqlite(database: Database, what: str) -> Iterator[None]:
-    beside = database.url.database
-    if not beside or beside == ":memory:":  # nobody else can open it
+    database_file = database.url.database
+    if not database_file or database_file == ":memory:":  # nobody else can open it
         yield
         return
-    file = os.open(f"{beside}.{what}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    beside = Path(f"{database_file}.{what}")
+    with translated(beside):  # whoever may use the database may use this, too
+        file = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
