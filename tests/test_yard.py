@@ -146,6 +146,21 @@ def test_what_is_said_of_a_version_is_changed_later_key_by_key(yard: Yard, model
         yard.annotate("team/none", message="x")
 
 
+@pytest.mark.parametrize(
+    "number",
+    [1 << 64, -(1 << 63) - 1, 10**400, 10**5000],
+    ids=["65 bits", "negative", "400 digits", "5000 digits"],
+)
+def test_a_number_that_not_every_program_reads_back_is_refused(
+    yard: Yard, model: Path, number: int
+) -> None:
+    with pytest.raises(Refused, match="64 bits"):
+        yard.push(model, BERT, metadata={"seeds": [number]})
+    yard.push(model, BERT, metadata={"seeds": [(1 << 64) - 1, -(1 << 63)]})
+    with pytest.raises(Refused, match="64 bits"):
+        yard.annotate(BERT, metadata={"seeds": number})
+
+
 def together(*calls: Callable[[], Any]) -> list[BaseException]:
     """Run calls at the same time; what they raised."""
     failed: list[BaseException] = []

@@ -56,13 +56,31 @@ def tellable(kept: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _require_shallow(value: dict[str, Any]) -> dict[str, Any]:
+def is_long(number: int) -> bool:
+    """Whether a whole number has over 64 bits: not every program reads it back as it was."""
+    return not -(1 << 63) <= number < 1 << 64
+
+
+def _has_long(value: object) -> bool:
+    match value:
+        case int():
+            return is_long(value)
+        case dict():
+            return any(map(_has_long, value.values()))
+        case list() | tuple():
+            return any(map(_has_long, value))
+    return False
+
+
+def _require_tellable(value: dict[str, Any]) -> dict[str, Any]:
     if nests_deeper(value):
         raise ValueError(f"it nests deeper than {MAX_LEVELS} levels")
+    if _has_long(value):
+        raise ValueError("a whole number in it has over 64 bits")
     return value
 
 
-Nested = Annotated[dict[str, Any], AfterValidator(_require_shallow)]
+Nested = Annotated[dict[str, Any], AfterValidator(_require_tellable)]
 """An object that somebody says, with anything in it that can be told again."""
 
 

@@ -195,6 +195,16 @@ def test_a_page_that_was_not_given_out_is_refused(world: World, after: str) -> N
         assert answer.status_code == 400
 
 
+def test_a_page_after_more_than_there_can_be_is_the_first(any_world: World) -> None:
+    world = any_world
+    push_file(world, "team/bert", "a", b"a")
+    world.call("PUT", "models/team/bert/aliases/prod", json={"version": 1})
+    for path in ("audit", "models/team/bert/versions", "models/team/bert/aliases/prod/log"):
+        answer = world.call("GET", path, params={"after": "9" * 18})
+        assert answer.status_code == 200, answer.text
+        assert answer.json()["items"]
+
+
 def test_long_headers_and_targets_are_refused(world: World) -> None:
     assert world.call("GET", "models", headers={"X-Long": "x" * 40_000}).status_code == 413
     many = {f"X-{i}": "x" for i in range(200)}
@@ -231,6 +241,9 @@ UNKEEPABLE = [
     b'{"expect_latest": -5}',
     b'{"tags": {"\\u0000": "x"}}',
     b'{"policy": "\\u0000"}',
+    b'{"metadata": {"a": [18446744073709551616]}}',
+    b'{"config": {"a": {"b": -9223372036854775809}}}',
+    b'{"metadata": {"a": %s}}' % (b"9" * 4000),
 ]
 
 
@@ -239,6 +252,16 @@ def test_what_a_database_could_not_keep_is_refused(any_world: World) -> None:
     for said in UNKEEPABLE:
         answer = any_world.call("POST", "models/team/bert/uploads", content=said, headers=headers)
         assert answer.status_code in (400, 422), (said, answer.text)
+    push_file(any_world, "team/bert", "a", b"a")
+    version = "models/team/bert/versions/1"
+    for said in (said for said in UNKEEPABLE if said[2:6] in (b"meta", b"mess", b"tags", b"metr")):
+        answer = any_world.call("PATCH", version, content=said, headers=headers)
+        assert answer.status_code in (400, 422), (said, answer.text)
+    assert any_world.call("DELETE", f"{version}?reason=a%00b").status_code in (400, 422)
+    any_world.call("PUT", "models/team/bert/aliases/prod", json={"version": 1})
+    alias = "models/team/bert/aliases/prod"
+    assert any_world.call("DELETE", f"{alias}?reason=a%00b").status_code in (400, 422)
+    assert any_world.call("GET", alias).status_code == 200, "nothing was done"
 
 
 @pytest.mark.parametrize("levels", [MAX_LEVELS + 1, 300, 900])

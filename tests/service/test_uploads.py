@@ -63,8 +63,12 @@ def test_files_become_a_version_that_is_visible_only_when_whole(any_world: World
 
 
 @pytest.mark.parametrize(
-    "config", [b'{"a": NaN}', b'{"a": "\\ud800"}', b'{"a": "\\u0000"}', b"[1]", b"{", b"[" * 9999]
-)
+    "config",
+    [
+        b'{"a": NaN}', b'{"a": "\\ud800"}', b'{"a": "\\u0000"}', b"[1]", b"{", b"[" * 9999,
+        b'{"model_max_length": 1000000000000000019884624838656}', b'{"a": [%s]}' % (b"9" * 4000),
+    ],
+)  # fmt: skip
 def test_a_config_that_no_database_keeps_is_a_file_like_any_other(
     any_world: World, config: bytes, tmp_path: Path
 ) -> None:

@@ -7,11 +7,13 @@ from typing import Any
 
 from pydantic import ValidationError
 from sqlalchemy import (
+    BigInteger,
     Connection,
     Row,
     Select,
     bindparam,
     func,
+    literal,
     literal_column,
     select,
     tuple_,
@@ -280,7 +282,8 @@ def list_versions(
     """Versions of a model, the newest first, those below a number."""
     wanted = _selected().where(_v.c.model_id == model_row(tx, model).id)
     if before is not None:
-        wanted = wanted.where(_v.c.number < before)
+        # As a long number, also where that is more than the column could hold.
+        wanted = wanted.where(_v.c.number < literal(before, BigInteger))
     rows = tx.execute(wanted.order_by(_v.c.number.desc()).limit(limit))
     return [_as_version(row) for row in rows]
 

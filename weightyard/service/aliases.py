@@ -19,7 +19,7 @@ from weightyard.service.etags import (
     tagged,
 )
 from weightyard.service.openapi import CACHED, TAGGED
-from weightyard.service.paging import After, Limit, Named, number_after, page
+from weightyard.service.paging import After, Limit, Named, Why, number_after, page
 from weightyard.service.problems import RESPONSES
 from weightyard.service.state import Yard
 from weightyard.wire import AliasTarget, Page, Reason
@@ -87,7 +87,7 @@ async def remove_alias(
     alias: Aliased,
     if_match: IfMatch = None,
     if_none_match: IfNoneMatch = None,
-    reason: Annotated[str, Query(max_length=1000)] = "",
+    reason: Why = "",
 ) -> AliasMove:
     """Remove an alias; its history stays."""
     return await yard.ask(

@@ -6,20 +6,32 @@ from collections.abc import Callable, Sequence
 from typing import Annotated, TypeVar
 
 from fastapi import Depends, Path, Query
+from pydantic import AfterValidator
 
 from weightyard.errors import Refused
 from weightyard.names import ModelName
+from weightyard.transfer.strict_json import why_not_kept
 from weightyard.wire import Page
 
 _T = TypeVar("_T")
 
 MAX_PAGE = 1000
 
+
+def _require_kept(text: str) -> str:
+    if why := why_not_kept(text):
+        raise ValueError(why)
+    return text
+
+
 Limit = Annotated[int, Query(ge=1, le=MAX_PAGE, description="How many at most")]
 After = Annotated[
     str | None, Query(max_length=200, description="The `next` of the page before, as it is")
 ]
 Project = Annotated[str, Path(examples=["team"])]
+Why = Annotated[
+    str, Query(max_length=1000, description="For the history"), AfterValidator(_require_kept)
+]
 Number = Annotated[int, Path(ge=1, le=999_999_999, examples=[3])]
 
 

@@ -13,7 +13,7 @@ from weightyard.records import Cost, Role, Version
 from weightyard.service.auth import Caller, GuardedRoute, needs
 from weightyard.service.etags import IfMatch, IfNoneMatch, one_tag, tagged
 from weightyard.service.openapi import CACHED, TAGGED
-from weightyard.service.paging import After, Limit, Named, Number, number_after, page
+from weightyard.service.paging import After, Limit, Named, Number, Why, number_after, page
 from weightyard.service.problems import RESPONSES
 from weightyard.service.state import Service, Yard
 from weightyard.storage import layout
@@ -93,7 +93,7 @@ async def remove(
     caller: Caller,
     model: Named,
     number: Number,
-    reason: Annotated[str, Query(max_length=1000)] = "",
+    reason: Why = "",
 ) -> Version:
     """Take a version out of sight; its bytes go when gc finds that nobody needs them."""
     return await yard.ask(yard.registry.remove, Ref(model, number), who=caller.who, reason=reason)

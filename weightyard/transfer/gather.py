@@ -14,7 +14,7 @@ from weightyard.names import FilePath
 from weightyard.settings import Settings
 from weightyard.transfer.folder import folder_contents, split_sources
 from weightyard.transfer.source import Source
-from weightyard.transfer.strict_json import strict_json
+from weightyard.transfer.strict_json import strict_json, why_not_kept
 from weightyard.transfer.writer import Content
 
 if TYPE_CHECKING:
@@ -114,4 +114,4 @@ def parsed_config(text: bytes) -> dict[str, Any] | None:
         config = strict_json(text)
     except ValueError:
         return None
-    return config if isinstance(config, dict) else None
+    return config if isinstance(config, dict) and why_not_kept(config) is None else None

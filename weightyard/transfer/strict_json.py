@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from weightyard.errors import BadSetting
-from weightyard.records import MAX_LEVELS, nests_deeper
+from weightyard.records import MAX_LEVELS, is_long, nests_deeper
 
 
 def strict_json(text: bytes, *, levels: int = MAX_LEVELS) -> Any:
@@ -39,7 +39,7 @@ def why_not_kept(value: object) -> str | None:
         case str():
             return _why_not_text(value)
         case int():
-            return None if -(1 << 63) <= value < 1 << 64 else f"{value:.3e} has over 64 bits"
+            return "a whole number has over 64 bits" if is_long(value) else None
         case float():
             return None if isfinite(value) else f"JSON has no {value}"
         case list() | tuple():
