@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -167,3 +168,35 @@ def test_what_an_optimizer_keeps_beside_its_state_is_refused_by_its_key(yard: Ya
     optimizer.register_state_dict_post_hook(lambda _, state: {**state, "ema": 0.9})
     with pytest.raises(Refused, match=r"optim: .*SGD.*'ema'"):
         TrainRun(yard, RUN, {"model": net, "optim": optimizer})
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"deep": {2: [1.5]}, "empty": {}},
+        {},
+        [{"from": 1}, []],
+        [],
+        ["head", "slow"],
+        ({"a": 1}, [0]),
+        ((0.9, []), [["a"]]),
+        "head",
+        [torch.arange(3)],
+    ],
+)
+def test_a_setting_of_a_group_comes_back_whatever_it_is(yard: Yard, setting: Any) -> None:
+    def made(setting: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(3)
+        net = nn.Linear(6, 5)
+        first = {"params": [net.weight], "setting": setting}
+        return net, torch.optim.AdamW([first, {"params": [net.bias], "setting": None}])
+
+    net, optimizer = made(setting)
+    with TrainRun(yard, RUN, {"model": net, "optim": optimizer}) as run:
+        run.save()
+    again, fresh = made(copy.deepcopy(setting))
+    with TrainRun(yard, RUN, {"model": again, "optim": fresh}) as run:
+        assert run.resume() == 0
+    first, other = fresh.param_groups
+    assert repr(first["setting"]) == repr(setting)
+    assert other["setting"] is None

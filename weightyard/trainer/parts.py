@@ -163,7 +163,7 @@ class OptimizerPart(Part):
         for group in groups:
             for key in group.keys() - {"params"}:
                 for fqn in group["params"][:1]:  # the same of all
-                    group[key] = items[f"{self.name}.param_groups.{fqn}.{key}"]
+                    group[key] = _setting(f"{self.name}.param_groups.{fqn}.{key}", items)
         names = [fqn for group in groups for fqn in group["params"]]
         state: dict[str, Any] = {fqn: {} for fqn in names}
         prefix = f"{self.name}.state."
@@ -197,13 +197,12 @@ class OptimizerPart(Part):
 
     def _settings(self, groups: Iterable[Mapping[str, Any]]) -> Items:
         """Those of each parameter: on other ranks it may be in other company."""
-        return {
-            f"{self.name}.param_groups.{fqn}.{key}": group[key]
-            for group in groups
-            for fqn in group["params"]
-            for key in group
-            if key != "params"
-        }
+        items: Items = {}
+        for group in groups:
+            for fqn in group["params"]:
+                for key in group.keys() - {"params"}:
+                    items |= _setting_items(f"{self.name}.param_groups.{fqn}.{key}", group[key])
+        return items
 
 
 def _require_no_more(name: str, optimizer: torch.optim.Optimizer) -> None:
@@ -258,6 +257,21 @@ def _flat(fqn: str, value: Any) -> Items:
     packed = pack(fqn, value)
     _require_loadable(value, fqn)
     return packed
+
+
+def _setting_items(fqn: str, value: Any) -> Items:
+    """A setting of a group. torch would take a dict or a list apart and leave out what is empty, so
+    they are packed; so is a tuple that could be taken for something packed. Raises Refused."""
+    is_packed = isinstance(value, dict | list) or _looks_packed(value)
+    return pack(fqn, value) if is_packed else {fqn: value}
+
+
+def _setting(fqn: str, items: Mapping[str, Any]) -> Any:
+    return unpack(fqn, items) if _looks_packed(items[fqn]) else items[fqn]
+
+
+def _looks_packed(value: object) -> bool:
+    return type(value) is tuple and len(value) == 2 and type(value[1]) is list
 
 
 def _is_plain_key(key: object) -> bool:
