@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any
 
 import pytest
@@ -40,6 +40,18 @@ def test_a_value_comes_back_with_what_torch_would_have_lost() -> None:
     assert torch.equal(back["pair"][1][1], torch.ones(2, 2))
     assert type(back["pair"]) is tuple
     assert (back["empty"], back[3], back["large"]) == (value["empty"], value[3], value["large"])
+
+
+def test_counters_come_back_as_counters_and_the_dicts_beside_them_as_dicts() -> None:
+    milestones = Counter({3: 1, 5: 2})
+    value = {"seen": [milestones, {3: 1}], 3: Counter(), "w": torch.ones(2)}
+    back = unpack("sched", through_a_checkpoint(pack("sched", value)))
+    assert torch.equal(back.pop("w"), torch.ones(2))
+    assert back == {"seen": [milestones, {3: 1}], 3: Counter()}
+    assert [type(one) for one in (*back["seen"], back[3])] == [Counter, dict, Counter]
+    whole = unpack("sched", through_a_checkpoint(pack("sched", milestones)))
+    assert type(whole) is Counter
+    assert whole == milestones
 
 
 def test_tensors_are_items_by_their_paths() -> None:

@@ -5,12 +5,15 @@ are numbers into text. So the tensors of a value are items of their own, and all
 one item: a tuple, which torch leaves whole, of the value without its tensors and their paths in it.
 
     {"loss": [0.5], 3: tensor}   →   data: ({"loss": [0.5], 3: None}, [[3]])   data.3: tensor
+
+A Counter, as torch's MultiStepLR keeps its milestones in, is saved as a dict; where there are any
+the tuple has their paths, too.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import torch
@@ -48,6 +51,7 @@ def pack(name: str, value: object) -> Items:
     """A value as items. Raises Refused for what cannot be saved, naming its keys."""
     tensors: dict[str, torch.Tensor] = {}
     paths: list[list[PathKey]] = []
+    counters: list[list[PathKey]] = []
 
     def hollow(node: Any, path: tuple[PathKey, ...]) -> Any:
         if len(path) > MAX_DEPTH:
@@ -59,7 +63,9 @@ def pack(name: str, value: object) -> Items:
             tensors[fqn] = node.detach()
             paths.append(list(path))
             return None
-        if type(node) is dict or type(node) is OrderedDict:  # as modules give it
+        if type(node) is Counter:
+            counters.append(list(path))
+        if type(node) in (dict, Counter, OrderedDict):  # the last as modules give it
             return {key: hollow(one, (*path, key)) for key, one in node.items()}
         if type(node) is list or type(node) is tuple:
             return type(node)(hollow(one, (*path, at)) for at, one in enumerate(node))
@@ -67,7 +73,8 @@ def pack(name: str, value: object) -> Items:
 
     rest = hollow(value, ())
     check_object(rest, name)
-    return {name: (rest, paths), **tensors}
+    packed = (rest, paths, counters) if counters else (rest, paths)
+    return {name: packed, **tensors}
 
 
 def places(name: str, metadata: Metadata, live: Items, room: Room) -> Items:
@@ -96,15 +103,18 @@ def unpack(name: str, items: Mapping[str, Any]) -> Any:
     """The value that was packed. Raises Damaged if the items do not make one."""
     match items.get(name):
         case (rest, list(paths)):
+            counters: list[Any] = []
+        case (rest, list(paths), list(counters)):
             pass
         case _:
             raise Damaged(f"{name}: not what a run saves of an object")
-    if not all(isinstance(path, list) and _are_keys(path) for path in paths):
-        raise Damaged(f"{name}: a tensor's path is no list of keys")
+    if not all(isinstance(path, list) and _are_keys(path) for path in (*paths, *counters)):
+        raise Damaged(f"{name}: a path in it is no list of keys")
     tensors = {tuple(path): ".".join(map(str, (name, *path))) for path in paths}
     if missing := sorted(set(tensors.values()) - items.keys()):
         raise Damaged(f"{name}: the checkpoint lacks its tensor {missing[0][:200]}")
-    return _filled(rest, (), {path: items[fqn] for path, fqn in tensors.items()})
+    filling: Mapping[Sequence[PathKey], Any] = {path: items[fqn] for path, fqn in tensors.items()}
+    return _filled(rest, (), filling, {tuple(path) for path in counters})
 
 
 def _are_keys(path: Sequence[object]) -> bool:
@@ -112,12 +122,18 @@ def _are_keys(path: Sequence[object]) -> bool:
 
 
 def _filled(
-    node: Any, path: tuple[PathKey, ...], tensors: Mapping[Sequence[PathKey], torch.Tensor]
+    node: Any,
+    path: tuple[PathKey, ...],
+    tensors: Mapping[Sequence[PathKey], Any],
+    counters: Set[Sequence[PathKey]],
 ) -> Any:
     if path in tensors:
         return tensors[path]
     if isinstance(node, dict):
-        return {key: _filled(one, (*path, key), tensors) for key, one in node.items()}
+        made = {key: _filled(one, (*path, key), tensors, counters) for key, one in node.items()}
+        return Counter(made) if path in counters else made
     if isinstance(node, list | tuple):
-        return type(node)(_filled(one, (*path, at), tensors) for at, one in enumerate(node))
+        return type(node)(
+            _filled(one, (*path, at), tensors, counters) for at, one in enumerate(node)
+        )
     return node

@@ -78,11 +78,11 @@ class TrainRun(Closing):
 
     The state's objects are modules and optimizers, wrapped or not, and whatever has `state_dict`
     and `load_state_dict`: schedulers, scalers, loaders, samplers. They hold tensors, None, bool,
-    int, float, str, bytes, lists, tuples, and dicts with keys of text or int. What does not fit is
-    refused by its name when the run is made; what an optimizer makes in its first step, by the
-    next `step`. What is iterated over is each rank's own. The state of PowerSGD and post-local SGD,
-    registered with DDP before the run is made, and the random number generators of Python, NumPy
-    and torch are saved with them.
+    int, float, str, bytes, lists, tuples, dicts and Counters with keys of text or int. What does
+    not fit is refused by its name when the run is made; what an optimizer makes in its first step,
+    by the next `step`. What is iterated over is each rank's own. The state of PowerSGD and
+    post-local SGD, registered with DDP before the run is made, and the random number generators of
+    Python, NumPy and torch are saved with them.
 
     A resumed run with as many ranks goes on bit for bit where torch is told to be deterministic.
     A plain DataLoader draws a random number whenever it is iterated: where `sampler.batches` does
