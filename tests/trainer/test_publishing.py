@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from trainer_world import World, run_ranks
 from training import RUN, as_bytes, packs, setting, train
 
-from weightyard.errors import BadSetting, DoesNotFit, NoSuchThing
+from weightyard.errors import BadSetting, DoesNotFit, NoSuchThing, Refused
 from weightyard.format.splitting import SMALL_BYTES
 from weightyard.names import ModelName
 from weightyard.opening import open_yard
@@ -147,6 +147,9 @@ def test_names_can_be_changed_and_left_out(yard: Yard) -> None:
         published(yard, Mixed(), rename=lambda name: "one")
     with pytest.raises(NoSuchThing, match="no tensors"):
         published(yard, Mixed(), rename=lambda name: None)
+    for odd in ("", "x" * 2000, "a\nb", 5):
+        with pytest.raises(Refused, match="cannot be the name of a tensor"):
+            published(yard, Mixed(), rename=lambda name, odd=odd: odd)
     with pytest.raises(BadSetting, match="no module"):
         published(yard, Mixed(), model="other")
 

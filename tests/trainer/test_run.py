@@ -41,6 +41,8 @@ from weightyard.storage.retry import Retry, RetryingStore
 from weightyard.testing.faults import Fault, FaultyStore
 from weightyard.trainer import state as states
 from weightyard.trainer.run import TrainRun
+from weightyard.trainer.values import save_values
+from weightyard.trainer.writer import YardWriter
 from weightyard.yard import Yard
 
 
@@ -283,7 +285,13 @@ def test_names_and_optimizers_that_do_not_fit_are_refused(yard: Yard) -> None:
         ({"exclude_from_loading": "model"}, r"a list of names: \['model'\]"),
         ({"replication": 0}, "replication"),
         ({"policy": "no policy"}, "policy"),
-        ({"threads": -1}, "threads=-1: at least 1"),
+        ({"threads": -1}, "threads=-1: a whole number of at least 1"),
+        ({"threads": "2"}, "threads='2': a whole number"),
+        ({"anchor_every": "5"}, "anchor_every='5': a whole number"),
+        ({"anchors_bytes": "1G"}, "anchors_bytes='1G': a whole number"),
+        ({"signals": signal.SIGUSR1}, "signals=.*a list"),
+        ({"signals": ["USR1"]}, "signals="),
+        ({"signals": [signal.SIGUSR1, signal.SIGKILL]}, "signals=.*SIGKILL"),
     ],
 )
 def test_options_that_a_later_save_or_resume_would_fail_of_are_refused_when_the_run_is_made(
@@ -291,6 +299,7 @@ def test_options_that_a_later_save_or_resume_would_fail_of_are_refused_when_the_
 ) -> None:
     with pytest.raises(BadSetting, match=said):
         TrainRun(yard, RUN, {"extra": Counter()}, **given)
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 def test_metrics_without_names_are_refused_and_the_step_does_not_count(yard: Yard) -> None:
@@ -608,7 +617,6 @@ def test_a_checkpoint_that_holds_no_run_is_refused(yard: Yard) -> None:
     import torch.distributed.checkpoint as dcp
 
     from weightyard.trainer.saving import quiet_alone
-    from weightyard.trainer.writer import YardWriter
 
     with TrainRun(yard, RUN, {"extra": Counter()}) as run:
         quiet_alone()
@@ -617,3 +625,13 @@ def test_a_checkpoint_that_holds_no_run_is_refused(yard: Yard) -> None:
             dcp.save(items, checkpoint_id=3, storage_writer=writer, no_dist=True)
         with pytest.raises(Damaged, match="its step is 'many'"):
             run.resume()
+
+
+def test_a_checkpoint_of_something_else_than_a_run_is_refused_as_such(yard: Yard) -> None:
+    with YardWriter(yard, RUN) as writer:
+        save_values(writer, 3, {"extra": {"state": 1}})
+    with (
+        TrainRun(yard, RUN, {"extra": Counter()}, exclude_from_loading=["rng"]) as run,
+        pytest.raises(NoSuchThing, match="something else than a TrainRun"),
+    ):
+        run.resume()

@@ -67,6 +67,13 @@ def test_a_signal_is_noted_and_a_later_one_does_what_it_did_before() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
+def test_a_signal_named_twice_does_in_the_end_what_it_did_before() -> None:
+    before = signal.getsignal(signal.SIGUSR1)
+    with Leaving([signal.SIGUSR1, signal.SIGUSR1]):
+        assert signal.getsignal(signal.SIGUSR1) is not before
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
 @pytest.fixture
 def yard(tmp_path: Path) -> Iterator[Yard]:
     settings = Settings(home=tmp_path / "home", cache=tmp_path / "cache")

@@ -22,13 +22,14 @@ import numpy as np
 
 from weightyard import codec
 from weightyard.closing import Closing
-from weightyard.errors import BadSetting, YardError
+from weightyard.errors import YardError
 from weightyard.format.assembly import Share, share_of
 from weightyard.format.block import MIB, block_id
 from weightyard.format.manifest import MANIFEST_FORMAT, Manifest
 from weightyard.format.splitting import Split
 from weightyard.logs import Log
 from weightyard.names import BlockId
+from weightyard.trainer.options import require_whole
 from weightyard.transfer.bases import bases_of, pieces_alone
 from weightyard.transfer.plan import Wanted
 from weightyard.transfer.source import piece_bytes, translated
@@ -70,8 +71,8 @@ class Anchors(Closing):
         `folder`: keep bytes in a file there instead of in memory. It has no name: it is gone with
         the process. Raises BadSetting, NotAllowed, NoSuchThing.
         """
-        if every < 1 or budget_bytes < 0:
-            raise BadSetting(f"an anchor every {every} saves, of {budget_bytes} bytes")
+        require_whole("anchor_every", every, 1)
+        require_whole("anchors_bytes", budget_bytes, 0)
         self._store = store
         self._options = options
         self._budget_bytes = budget_bytes

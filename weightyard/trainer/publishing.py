@@ -16,7 +16,7 @@ import torch
 from pydantic import Field
 from torch.distributed.tensor import DTensor
 
-from weightyard.errors import DoesNotFit, NoSuchThing
+from weightyard.errors import DoesNotFit, NoSuchThing, Refused
 from weightyard.format.assembly import Share, joined, share_of
 from weightyard.format.block import MIB
 from weightyard.format.dtypes import DType, nbytes
@@ -24,7 +24,7 @@ from weightyard.format.manifest import Manifest, TensorEntry
 from weightyard.format.splitting import SMALL_BYTES
 from weightyard.loader.state import state_content, torch_dtype
 from weightyard.logs import Log
-from weightyard.names import ModelName
+from weightyard.names import ModelName, is_tensor_name
 from weightyard.records import Publication, Pushed, Version
 from weightyard.transfer.alive import kept_alive
 from weightyard.transfer.catalogue import Packing
@@ -75,12 +75,14 @@ def plan_export(
 
     `rename` gives a tensor's new name, or None to leave it out. `ties`: names, as in the
     checkpoint, of tensors that are one and the same memory. Raises NoSuchThing if nothing is left,
-    DoesNotFit if two tensors would get the same name.
+    DoesNotFit if two tensors would get the same name, Refused for what cannot be one.
     """
     named: dict[str, TensorEntry] = {}
     for entry in manifest.tensors:
         if entry.file is not None or (name := rename(entry.name)) is None:
             continue
+        if not isinstance(name, str) or not is_tensor_name(name):
+            raise Refused(f"{entry.name[:200]}: {name!r:.80} cannot be the name of a tensor")
         if name in named:
             raise DoesNotFit(
                 f"{name} would be both {named[name].name} and {entry.name}", [], [name]

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
 from weightyard.closing import Closing
-from weightyard.errors import BadSetting, Damaged, RankFailed, Refused, YardError
+from weightyard.errors import BadSetting, Damaged, NoSuchThing, RankFailed, Refused, YardError
 from weightyard.format.manifest import Manifest
 from weightyard.logs import Log
 from weightyard.names import AliasName, ModelName, Ref, Step
@@ -23,6 +23,7 @@ from weightyard.records import KeepBest, Retention, Version
 from weightyard.trainer import rng
 from weightyard.trainer.job import Job
 from weightyard.trainer.loader_workers import staying
+from weightyard.trainer.options import require_whole
 from weightyard.trainer.packing import Items, Room
 from weightyard.trainer.parts import (
     RANKS,
@@ -55,7 +56,6 @@ from weightyard.trainer.saving import (
     Schedule,
     plain_errors,
     quiet_alone,
-    require_whole,
 )
 from weightyard.trainer.writer import Writing, YardWriter, current_generation
 from weightyard.transfer.publish import checked_publication
@@ -169,10 +169,10 @@ class TrainRun(Closing):
                 return writer
 
             self._writer = self.job.each(made, "making a writer")
+            self._leaving = Leaving(signals)
             opened.pop_all()
         in_background = async_mode == "async"
         self._saver = Saver(self._writer, self.job, self._let_go, in_background=in_background)
-        self._leaving = Leaving(signals)
         for value in state.values():
             staying(value)
 
@@ -390,6 +390,11 @@ class TrainRun(Closing):
             loaded.append(self._rng)  # the last one: positioning loaders draws numbers
 
         def placed() -> dict[str, Items]:
+            if STEP not in metadata.state_dict_metadata:
+                raise NoSuchThing(
+                    f"{ref} holds no training to go on with: something else than a TrainRun made "
+                    "it; load it with YardReader"
+                )
             room = Room()
             found = {part.name: part.places(metadata, room) for part in loaded}
             for name, wanted in found.items():

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from numbers import Integral
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -25,6 +24,7 @@ from weightyard.closing import Closing
 from weightyard.errors import BadSetting, RankFailed, YardError
 from weightyard.logs import Log
 from weightyard.trainer.job import Job
+from weightyard.trainer.options import require_whole
 from weightyard.trainer.packing import Items
 from weightyard.trainer.staging import Staging
 from weightyard.trainer.writer import YardWriter
@@ -67,12 +67,6 @@ class Schedule:
         self._began = self._clock()
 
 
-def require_whole(name: str, value: object, least: int) -> None:
-    """Raises BadSetting: what came from a command line is often text still."""
-    if not isinstance(value, Integral) or int(value) < least:
-        raise BadSetting(f"{name}={value!r:.80}: a whole number of at least {least}")
-
-
 _SAME_WISH_S = 5.0
 """Signals this soon after the first say the same: systemd sends one to every process of a job, and
 torchrun hands its own on to the ranks."""
@@ -84,13 +78,23 @@ class Leaving(Closing):
     def __init__(
         self, signals: Sequence[signal.Signals], clock: Callable[[], float] = time.monotonic
     ) -> None:
+        """Raises BadSetting for what cannot be handled, such as SIGKILL."""
         self.number: int | None = None
         """The signal's."""
         self._clock = clock
         self._asked_at = 0.0
         self._before: dict[signal.Signals, Any] = {}
-        if threading.current_thread() is threading.main_thread():  # Python allows it no other
-            self._before = {one: signal.signal(one, self._noted) for one in signals}
+        if threading.current_thread() is not threading.main_thread():  # Python allows it no other
+            return
+        try:
+            for one in signals:
+                before = signal.signal(one, self._noted)
+                self._before.setdefault(one, before)  # of one named twice, the first time
+        except (TypeError, ValueError, OSError) as why:
+            self.close()
+            raise BadSetting(
+                f"signals={signals!r:.80}: a list of those that can be handled ({why})"
+            ) from None
 
     def _noted(self, number: int, frame: FrameType | None) -> None:
         if self.number is None:

@@ -43,6 +43,7 @@ from weightyard.trainer import state as states
 from weightyard.trainer.anchors import ANCHOR_BYTES, ANCHOR_EVERY, Anchors
 from weightyard.trainer.cutting import boxes_of, cut, manifest_of_shares, shares_by_box
 from weightyard.trainer.host import share_of_cores
+from weightyard.trainer.options import require_whole
 from weightyard.trainer.state import STATE_FILE, State
 from weightyard.transfer.alive import kept_alive
 from weightyard.transfer.catalogue import Catalogue, Upload
@@ -176,8 +177,8 @@ class YardWriter(StorageWriter, Closing):
         be had.
         """
         require_delta(delta)
-        if threads is not None and threads < 1:
-            raise BadSetting(f"threads={threads}: at least 1, or None")
+        if threads is not None:
+            require_whole("threads", threads, 1)
         # What the first save would fail of, hours later.
         checked_publication(
             {"metrics": dict(metrics or {}), "replication": replication, "policy": policy}
