@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 from weightyard.closing import Closing
 from weightyard.errors import RankFailed
-from weightyard.loader.peers import Alone, Peers, Ranks
+from weightyard.loader.peers import DONE, SLICE_S, Alone, Peers, Ranks, tell_until_done
 from weightyard.storage.deadline import Deadline
 
 _Told = TypeVar("_Told")
@@ -69,6 +72,23 @@ class Job(Closing):
         self._others().tell(done, doing)
         return answers[0]
 
+    def at_length(self, step: Callable[[], _Told], doing: str) -> _Told:
+        """As `each`, for a step that may take longer than ranks wait for one that says nothing."""
+        if self.group is None:
+            return step()
+        with ThreadPoolExecutor(1, "weightyard-step") as beside:
+            begun = beside.submit(step)
+
+            def go_on() -> bytes:
+                wait([begun], SLICE_S)
+                if not begun.done():
+                    return b""
+                begun.result()  # raises what it failed of
+                return DONE
+
+            tell_until_done(self._others(), go_on, doing)
+        return begun.result()
+
     def together(self, step: Callable[[], _Told], doing: str) -> _Told:
         """As `each`, by one number for all ranks: cheap enough for every save, and says less."""
         failure: BaseException | None = None
@@ -108,9 +128,23 @@ class Job(Closing):
 
 
 def _new_group() -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo")
+    group = dist.new_group(backend="gloo", timeout=_patience())
     assert isinstance(group, dist.ProcessGroup), "every rank is in it"
     return group
+
+
+def _patience() -> timedelta:
+    """How long the ranks wait for one: as in the training, where that was given more time.
+
+    torch's new groups do not ask. The first rank may evaluate for an hour between two steps.
+    """
+    training = dist.group.WORLD
+    assert training is not None
+    options = [
+        getattr(training._get_backend(one), "options", None) for one in training._device_types
+    ]
+    given: list[timedelta] = [one._timeout for one in options if one is not None]
+    return max([default_pg_timeout, *given])
 
 
 class _Wishes(Closing):

@@ -302,7 +302,7 @@ class TrainRun(Closing):
 
         # The others wait for it: one that went on alone would wait in the next collective for a
         # first rank that has failed.
-        return self.job.each(published, "publishing")
+        return self.job.at_length(published, "publishing")
 
     def close(self) -> None:
         """End what is under way in the background. Raises what it failed of."""
