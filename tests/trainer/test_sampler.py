@@ -17,7 +17,10 @@ from torch.utils.data import (
     DataLoader,
     Dataset,
     DistributedSampler,
+    IterableDataset,
     RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
 )
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -38,6 +41,13 @@ class Numbers(Dataset[int]):
 
     def __getitem__(self, at: int) -> int:
         return at
+
+
+class Stream(IterableDataset[int]):
+    """Samples that nobody chooses."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(10))
 
 
 def line(seed: int | None, length: int) -> Iterator[int]:
@@ -302,12 +312,36 @@ def test_a_loader_that_does_not_sample_by_it_is_refused() -> None:
         DataLoader(data, 4, sampler=DistributedSampler(data, 2, 0)),
         DataLoader(data, batch_sampler=BatchSampler(RandomSampler(data), 4, drop_last=False)),
         DataLoader(data, batch_size=None),
+        DataLoader(data, 4, sampler=WeightedRandomSampler([1.0] * 10, 10)),
+        DataLoader(data, 4, sampler=SubsetRandomSampler(range(10))),
+        DataLoader(data, batch_size=None, sampler=BatchSampler(RandomSampler(data), 4, False)),
+        StatefulDataLoader(data, 4, shuffle=True),
+        DataLoader(Stream(), 4),
+        DataLoader(Stream(), batch_size=None),
     ]
     for loader in loaders:
         with pytest.raises(Refused, match="sampler="):
             next(sampler.batches(loader))
     own = DataLoader(data, batch_sampler=BatchSampler(sampler, 4, drop_last=False))
     assert sorted(torch.cat(list(sampler.batches(own))).tolist()) == list(range(10))
+
+
+def test_batches_that_the_sampler_itself_gives_are_counted_as_such() -> None:
+    sampler = GlobalOffsetSampler(10, seed=1)
+    four = BatchSampler(sampler, 4, drop_last=False)
+    loop = sampler.batches(DataLoader(Numbers(10), batch_size=None, sampler=four))
+    given = torch.as_tensor(next(iter(loop))).tolist()
+    assert given == order_of(1, 0, 10)[:4].tolist()
+    assert sampler.consumed == 4
+
+
+def test_a_loader_that_gives_batches_in_any_order_is_refused() -> None:
+    sampler = GlobalOffsetSampler(10, seed=1)
+    loader = DataLoader(Numbers(10), 2, sampler=sampler, num_workers=2, in_order=False)
+    with pytest.raises(Refused, match="in_order"):
+        next(sampler.batches(loader))
+    loader = DataLoader(Numbers(10), 2, sampler=sampler, in_order=False)
+    assert steps_of([sampler.batches(loader)], 5) == order_of(1, 0, 10).tolist()
 
 
 @pytest.mark.parametrize("length", [[1, 2, 3], 3.0, "3"])

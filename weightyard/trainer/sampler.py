@@ -16,7 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
-from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SequentialSampler
+from torch.utils.data import Sampler
 
 from weightyard.errors import Refused
 from weightyard.logs import Log
@@ -111,7 +111,8 @@ class GlobalOffsetSampler(Sampler[int]):
         Workers may be any number of batches ahead: what the loop was not given is given again
         after a resume, and by the next call if the loop is left early. With `drop_last` what was
         dropped counts as consumed. Its workers stay when a signal asks the job to end. Raises
-        Refused if the loader does not say its batch size, or takes samples from another sampler.
+        Refused if the loader does not say its batch size, takes samples from another sampler, or
+        gives batches out of order.
         """
         size = _batch_size(loader)
         _require_sampled(loader)
@@ -252,26 +253,41 @@ def _counted(value: object, what: str) -> int:
     return value
 
 
-def _require_sampled(loader: object) -> None:
-    """Raises Refused for a loader of which torch's own samplers choose the samples.
-
-    One of another kind may have been made around this one, which nobody can tell.
-    """
+def _chooser(loader: object) -> object:
+    """What tells a loader which samples to fetch: those of a batch, or one after the other."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    found = getattr(loader if batch_sampler is None else batch_sampler, "sampler", None)
-    if isinstance(found, SequentialSampler | RandomSampler | DistributedSampler):
+    return getattr(loader, "sampler", None) if batch_sampler is None else batch_sampler
+
+
+def _require_sampled(loader: object) -> None:
+    """Raises Refused for a loader of which torch's own samplers choose the samples, or which gives
+    batches in whatever order its workers end.
+
+    A sampler of another kind may have been made around this one, which nobody can tell.
+    """
+    chooser = _chooser(loader)
+    found = getattr(chooser, "sampler", chooser)
+    if any(kind is not Sampler and _is_of_torch(kind) for kind in type(found).__mro__):
         raise Refused(
             f"the loader takes its samples from a {type(found).__name__}, not from this sampler: "
             "make it with sampler=…, without shuffle"
         )
+    if not getattr(loader, "in_order", True) and getattr(loader, "num_workers", 0) > 1:
+        raise Refused(
+            "a loader with in_order=False does not say which batches it has given: leave that out"
+        )
+
+
+def _is_of_torch(kind: type) -> bool:
+    return kind.__module__.startswith(("torch.utils.data.", "torchdata."))
 
 
 def _batch_size(loader: object) -> int:
     """Samples in a batch; the last of a pass may have fewer."""
-    batch_sampler = getattr(loader, "batch_sampler", None)
-    if batch_sampler is None and hasattr(loader, "batch_size"):
+    size = getattr(_chooser(loader), "batch_size", None)
+    is_unbatched = getattr(loader, "batch_sampler", None) is None and hasattr(loader, "batch_size")
+    if size is None and is_unbatched:
         return 1  # samples one by one
-    size = getattr(batch_sampler, "batch_size", None)
     if type(size) is not int or size < 1:
         raise Refused(
             f"{type(loader).__name__} does not say how many samples are in a batch: give it "
