@@ -571,6 +571,35 @@ def test_what_does_not_fit_on_one_rank_ends_the_resume_of_all(world: World) -> N
     assert "extra" in came[0].message
 
 
+class Unwilling:
+    """Takes its state over on the first rank only."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if dist.get_rank() == 1:
+            raise ValueError("another rank had better not go on")
+
+
+def not_taken_over_on_one(world: World, rank: int, load_step: int | None) -> Outcome:
+    state = {"extra": Unwilling()}
+    with world.yard(rank) as yard:
+        with TrainRun(yard, RUN, state) as run:
+            run.save()
+        with TrainRun(yard, RUN, state, load_step=load_step) as run:
+            return attempt(run.resume)
+
+
+@pytest.mark.parametrize("load_step", [None, 0])
+def test_what_one_rank_does_not_take_over_ends_the_resume_of_all(
+    world: World, load_step: int | None
+) -> None:
+    came = run_ranks(world, partial(not_taken_over_on_one, load_step=load_step), size=2)
+    assert (came[0].error, came[1].error) == ("RankFailed", "ValueError")
+    assert "had better not" in came[0].message
+
+
 def test_unsent_gradients_are_dropped_where_nobody_owns_them(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -192,7 +192,7 @@ class TrainRun(Closing):
             ref = load_newest(self.job, self.name, refs, self._load)
         else:
             ref = refs[0]
-            self._load(ref)
+            self.job.each(lambda: self._load(ref), "loading a checkpoint")
         if ref is None:
             return None
         _log.info("run.resumed", run=self.name, checkpoint=ref, step=self.steps)
