@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from weightyard.errors import BadSetting, NotAllowed, StoreFull, Unsupported
+from weightyard.errors import BadSetting, FileMissing, NotAllowed, StoreFull, Unsupported
 from weightyard.names import PackId, UploadId
 from weightyard.storage import final_name, layout
 from weightyard.storage.local import LocalStore
@@ -47,6 +47,20 @@ def test_modes_are_those_of_init_whatever_the_umask_says(tmp_path: Path) -> None
     file = tmp_path / "yard" / path.text
     assert file.stat().st_mode & 0o777 == 0o664
     assert file.parent.stat().st_mode & 0o777 == 0o775
+
+
+def test_a_folder_that_is_gone_as_when_it_was_unmounted_is_not_made_anew(
+    store: LocalStore, tmp_path: Path
+) -> None:
+    staged = stage(store, b"x")
+    (tmp_path / "yard").rename(tmp_path / "away")
+    for act in (
+        lambda: stage(store, b"y"),
+        lambda: store.publish(staged, layout.pack(PackId.new())),
+    ):
+        with pytest.raises(FileMissing):
+            act()
+    assert not (tmp_path / "yard").exists()
 
 
 @pytest.mark.parametrize("stranger", [{"owner": "nobody-knows"}, {"group": "nobody-knows"}])

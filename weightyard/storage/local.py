@@ -216,6 +216,8 @@ class LocalStore(Store):
         """Make a folder below the root, with the root's mode, and its name durable."""
         if folder.is_dir():
             return
+        if folder == self.folder:  # what was mounted there is away: here its files would be lost
+            raise FileMissing(f"{folder} is not there: is it mounted? `weightyard init` makes it")
         self._make_folder(folder.parent)
         with contextlib.suppress(FileExistsError):  # another writer was quicker
             folder.mkdir()
