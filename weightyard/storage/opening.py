@@ -61,6 +61,8 @@ def folder_at(path: str) -> Path:
     """
     if scheme := _ONE_SLASH.match(path):
         raise BadSetting(f"{path}: write {scheme[1]}:// with two slashes, {scheme[1]}:///folder")
+    if "://" in path:
+        raise BadSetting(f"{path!a} is neither a folder nor a URL: are there signs before it?")
     try:
         if "\0" in path:
             raise ValueError("it has a NUL")
