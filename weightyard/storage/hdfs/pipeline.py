@@ -114,7 +114,7 @@ class Pipeline:
         if self._lock.acquire(blocking=False):  # else it is being written
             try:
                 if time.monotonic() - self._progress_at > _BEAT_S:
-                    with suppress(BadDataNode, OSError):
+                    with suppress(BadDataNode, Malformed, OSError):
                         self._send(Packet(0, _HEARTBEAT, False, 0))
             finally:
                 self._lock.release()
