@@ -515,6 +515,7 @@ class Yard(Catalogued, Loads, Closing):
         """A small file of a version, as this node has it or else the yard."""
         if (snapshot := self.snapshots.find(Digest(version.digest))) is not None:
             with snapshot:
+                snapshot.require_sound(file.path)
                 at = snapshot.path.joinpath(*file.name.parts)
                 return FileSource(at).read_at(0, file.bytes)
         into = memoryview(bytearray(file.bytes))

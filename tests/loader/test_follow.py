@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from followed import PROD, Net, holds, ready, state
-from loader_world import BERT, left_threads, noise, same, yard_in
+from loader_world import BERT, left_threads, noise, same, sharded, yard_in
 from sqlalchemy import Connection, select
 from waiting import SOON_S, eventually
 
@@ -235,6 +235,19 @@ def test_a_damaged_version_leaves_the_old_one_serving_until_it_is_healed(
         assert follower.failure is None
         follower.apply()
         assert holds(net, 2)
+
+
+def test_a_damaged_index_on_this_node_does_not_keep_a_version_from_being_followed(
+    yard: Yard, tmp_path: Path
+) -> None:
+    shards = {"a": noise(30, 30)}, {"b": noise(30, 30, seed=2)}
+    yard.push(sharded(tmp_path / "model", *shards), BERT, alias="prod")
+    index = yard.snapshot(PROD) / "model.safetensors.index.json"
+    index.chmod(0o600)
+    index.write_bytes(index.read_bytes().replace(b'"a"', b'"q"'))
+    with yard.follow(PROD) as follower:
+        ready(follower, 1)
+        assert same(dict(follower.changed()), shards[0] | shards[1])
 
 
 def test_the_next_good_version_follows_one_that_is_gone(yard: Yard, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import pytest
 import torch
 from loader_world import BERT, noise, same, saved, sharded, yard_in
 
+from weightyard.errors import Damaged
 from weightyard.format.dtypes import DType
 from weightyard.loader.mapping import MappedFile
 from weightyard.loader.recent import Recent
@@ -75,7 +76,7 @@ def test_what_was_asked_for_first_does_not_answer_what_is_asked_for_next(
         assert same(part, {"x": noise(7)[:2]})
 
 
-def test_what_a_snapshots_index_says_does_not_count_for_who_wants_the_stores(
+def test_what_a_damaged_index_of_a_snapshot_says_counts_for_nobody(
     yard: Yard, tmp_path: Path
 ) -> None:
     shards = [{"l.0": noise(5)}, {"l.1": noise(6)}]
@@ -86,8 +87,10 @@ def test_what_a_snapshots_index_says_does_not_count_for_who_wants_the_stores(
     assert left_out in text
     index.chmod(0o600)
     index.write_text(text.replace(left_out, " " * len(left_out)))
-    assert same(yard.load(BERT), shards[0])
+    with pytest.raises(Damaged, match="load again"):
+        yard.load(BERT)
     everything = shards[0] | shards[1]
+    assert same(yard.load(BERT), everything)
     assert same(yard.load(BERT, cache=False), everything)
     assert same(yard.load(BERT, verify="full"), everything)
 

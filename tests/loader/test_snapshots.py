@@ -18,6 +18,7 @@ from snapshot_world import BERT, content, leftovers, settings_in, write_model, y
 from waiting import SOON_S, eventually
 
 from weightyard.errors import (
+    Damaged,
     NoSuchThing,
     NotAllowed,
     Protected,
@@ -113,14 +114,15 @@ def test_a_shared_file_that_was_damaged_is_fetched_not_linked(
     assert content(yard.snapshot(BERT)) == content(tmp_path / "tuned")
 
 
-def damage(file: Path) -> None:
-    """Change a byte, not the time: as a disk does."""
+def damage(file: Path, at: int | None = None) -> None:
+    """Change a byte, by default in the middle, not the time: as a disk does."""
     before = file.stat()
+    at = before.st_size // 2 if at is None else at
     file.chmod(0o600)
     with file.open("r+b") as opened:
-        opened.seek(before.st_size // 2)
+        opened.seek(at)
         byte = opened.read(1)
-        opened.seek(before.st_size // 2)
+        opened.seek(at)
         opened.write(bytes([byte[0] ^ 1]))
     file.chmod(0o400)
     os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
@@ -269,6 +271,54 @@ def test_a_load_has_its_snapshot_verified_and_one_that_is_damaged_is_made_anew(
     assert torch.equal(again["weight"], state["weight"])
     assert yard.byproducts.wait(SOON_S)
     assert torch.equal(yard.load(BERT)["weight"], state["weight"])
+
+
+@pytest.mark.parametrize("where", ["length", "header", "name", "index"])
+def test_a_snapshot_in_which_tensors_are_not_to_be_found_fails_one_load_and_no_other(
+    yard: Yard, tmp_path: Path, where: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    torch = pytest.importorskip("torch")
+    from loader_world import same, sharded
+
+    state = {"one.weight": torch.randn(256, 256), "two.weight": torch.randn(7)}
+    shards = [{name: one} for name, one in state.items()]
+    yard.push(sharded(tmp_path / "sharded", *shards), BERT)
+    path = yard.snapshot(BERT)
+    file = path / "model-00001-of-00002.safetensors"
+    match where:
+        case "length":
+            damage(file, 6)
+        case "header":
+            damage(file, 8)
+        case "name":
+            damage(file, file.read_bytes().index(b"one.weight"))
+        case "index":
+            file = path / "model.safetensors.index.json"
+            damage(file, file.read_bytes().index(b"one.weight"))
+    with caplog.at_level(logging.WARNING), pytest.raises(Damaged, match=f"{file.name}.*load again"):
+        yard.load(BERT)
+    assert "snapshot.damaged" in caplog.text
+    assert not path.exists()
+    assert same(yard.load(BERT), state)
+    assert content(yard.snapshot(BERT))[file.name] == content(tmp_path / "sharded")[file.name]
+
+
+def test_a_snapshot_that_cannot_be_mapped_for_another_reason_is_not_set_aside(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch = pytest.importorskip("torch")
+    yard.push({"weight": torch.randn(256, 256)}, BERT)
+    path = yard.snapshot(BERT)
+
+    def full(*said: object) -> None:
+        raise RuntimeError("unable to mmap 262144 bytes: Cannot allocate memory (12)")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.UntypedStorage, "from_file", full)
+        with pytest.raises(Damaged, match="Cannot allocate memory"):
+            yard.load(BERT)
+    assert yard.snapshot(BERT) == path
+    assert yard.load(BERT).report.from_snapshot
 
 
 def test_a_snapshot_that_is_taken_again_is_verified_and_a_damaged_one_set_aside(

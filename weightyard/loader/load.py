@@ -20,11 +20,7 @@ _MOST_PLANNED = 20_000
 """Tensors and runs of which plans are kept: some MB."""
 
 _plans: Recent[Hashable, tuple[TensorPlan, ...]] = Recent(_MOST_PLANNED)
-"""By the digest of what they are of, where that came from, and what was asked for.
-
-An index file that a snapshot has is not verified before it is used: what it says must not count
-for those who want the store's.
-"""
+"""By the digest of what they are of, and what was asked for."""
 
 
 class Weights(dict[str, "torch.Tensor"]):
@@ -79,7 +75,7 @@ def plan(origin: Origin, asked: Asked) -> tuple[TensorPlan, ...]:
             return plan_tensors(entries, asked.indices(entries))
         patterns = (asked.file_patterns, asked.tensor_patterns)
         said = (one if one is None else tuple(one) for one in patterns)
-        key = (origin.version.digest, type(origin), *said)
+        key = (origin.version.digest, *said)
         if (known := _plans.get(key)) is not None:
             return known
         plans = plan_tensors(origin.chosen(asked))

@@ -57,11 +57,17 @@ class SnapshotOrigin(Origin):
             path = self._path(number)
             if path not in self._mapped:
                 with self.tally.stage("map"):
-                    self._mapped[path] = self._snapshot.mapped(path)
+                    try:
+                        self._mapped[path] = self._snapshot.mapped(path)
+                    except Damaged:
+                        self._snapshot.require_sound(path)
+                        raise  # such as for want of memory
 
     def head(self, file: FileEntry, length: int, asked: Asked) -> bytes:
         if (mapped := self._mapped.get(file.path)) is not None:
             return mapped.head(length)
+        # What an index says decides which tensors are the model, and nothing else checks it.
+        self._snapshot.require_sound(file.path)
         return FileSource(self._snapshot.path.joinpath(*file.name.parts)).read_at(0, length)
 
     def tensors(
@@ -177,6 +183,7 @@ class SnapshotOrigin(Origin):
         return tensor
 
     def _damaged(self, plan: TensorPlan) -> Damaged:
+        self._snapshot.require_sound(self._path(plan.file))
         return Damaged(
             f"the snapshot of {self.version.ref} has no tensor {plan.name} of {plan.dtype}: "
             "see `weightyard cache verify`"

@@ -18,7 +18,7 @@ import msgspec
 from blake3 import blake3
 
 from weightyard.closing import Closing
-from weightyard.errors import InvalidName, NoSuchThing
+from weightyard.errors import Damaged, InvalidName, NoSuchThing
 from weightyard.loader.locks import Lock
 from weightyard.loader.private import is_own_file, is_own_folder, read_small, write_small
 from weightyard.loader.recent import Recent
@@ -248,6 +248,21 @@ class Snapshot(Closing):
         if path.text not in {one.path for one in self._record.files}:
             raise NoSuchThing(f"the snapshot of {self._record.ref} has no file {path}")
         return self.path.joinpath(*path.parts)
+
+    def require_sound(self, file: str | None) -> None:
+        """Read a file in which something cannot be right, unless it was never so.
+
+        `file`: as in `tensors`. Raises Damaged if it is not as it was made; the snapshot is then
+        set aside, so that who loads again has another one, or the store.
+        """
+        path = file or STATE_FILE
+        made = next((one.blake3 for one in self._record.files if one.path == path), None)
+        if digest_of(self._file(file), threads=blake3.AUTO) != made:
+            self._place.set_aside(f"wrong bytes in {path}", self._lock)
+            raise Damaged(
+                f"the snapshot of {self._record.ref} on this node was damaged, in {path}, and is "
+                "set aside: load again"
+            )
 
     def verify(self) -> list[str]:
         """Read every byte; the paths of files that are not as they were made, none if all are.
