@@ -399,7 +399,7 @@ class Yard(Catalogued, Loads, Closing):
             self.on_event,
             self._settings,
         )
-        known = self.resolve(applied) if isinstance(applied, str) else applied
+        known = applied if isinstance(applied, Version | None) else self.resolve(applied)
         return Follower(following, Resident(module), known)
 
     def manifest(self, ref: str) -> Manifest:

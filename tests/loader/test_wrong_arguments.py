@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from loader_world import BERT, noise, yard_in
+from loader_world import BERT, noise, same, yard_in
 
 from weightyard.errors import BadSetting, InvalidName, NoSuchThing, Refused, Unsupported
 from weightyard.yard import Yard
@@ -49,6 +49,12 @@ def test_a_tensor_name_with_a_slip_gets_those_that_are_near(yard: Yard) -> None:
         weights.get_tensor("layers.11.wieght")
 
 
+def test_a_type_to_which_torch_does_not_cast_is_refused(yard: Yard) -> None:
+    for load in (yard.load, yard.stream):
+        with pytest.raises(Unsupported, match="does not cast to it"):
+            load(BERT, dtype="float4_e2m1fn_x2")
+
+
 @pytest.mark.parametrize("dtype", ["bf16", "int8", torch.int64, 3, "nn"])
 def test_tensors_are_cast_to_floating_point_only(yard: Yard, dtype: Any) -> None:
     for load in (yard.load, yard.stream):
@@ -76,6 +82,38 @@ def test_a_timeout_is_a_number_of_seconds(yard: Yard, timeout: Any) -> None:
 def test_what_is_of_the_wrong_kind_is_named(yard: Yard, given: Any, said: str) -> None:
     with pytest.raises(BadSetting, match=said):
         yard.load(BERT, **given)
+
+
+def test_more_seconds_than_a_clock_has_are_no_bound(yard: Yard) -> None:
+    assert same(yard.load(BERT, timeout=1e300, verify="full"), LAYERS)
+
+
+def test_the_keys_of_another_dict_say_which_tensors_are_meant(yard: Yard) -> None:
+    some = dict(list(LAYERS.items())[:2])
+    for names in (some.keys(), set(some), some):
+        assert same(yard.load(BERT, tensors=names), some)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("ahead", ["1GiB", None, 1.5])
+def test_what_is_read_ahead_is_a_number_of_bytes(yard: Yard, ahead: Any) -> None:
+    with pytest.raises(BadSetting, match="ahead_bytes="):
+        yard.stream(BERT, ahead_bytes=ahead)
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ({"poll_s": "5"}, BadSetting, "poll_s='5'"),
+        ({"max_host_bytes": "1GiB"}, BadSetting, "max_host_bytes='1GiB'"),
+        ({"applied": 3}, InvalidName, "not a int"),
+        ({"module": {"layers.0.weight": 1}}, Refused, "layers.0.weight: .* not a int"),
+    ],
+)
+def test_what_cannot_be_followed_so_is_refused_at_once(
+    yard: Yard, given: Any, error: type[Exception], said: str
+) -> None:
+    with pytest.raises(error, match=said):
+        yard.follow(f"{BERT}@prod", **given)
 
 
 def test_a_device_that_is_none_is_refused_in_one_clear_line(yard: Yard) -> None:

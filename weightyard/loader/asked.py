@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 class Asked:
     """What is wanted of a version, and how."""
 
-    files: str | Sequence[str] | None = None
-    tensors: str | Sequence[str] | None = None
+    files: str | Collection[str] | None = None
+    tensors: str | Collection[str] | None = None
     slices: Mapping[str, Any] | None = None
     dtype: Any = None
     verify: Literal["fast", "full"] = "fast"
@@ -58,11 +59,11 @@ class Asked:
 
     @property
     def file_patterns(self) -> Sequence[str] | None:
-        return [self.files] if isinstance(self.files, str) else self.files
+        return _patterns(self.files)
 
     @property
     def tensor_patterns(self) -> Sequence[str] | None:
-        return [self.tensors] if isinstance(self.tensors, str) else self.tensors
+        return _patterns(self.tensors)
 
     def indices(self, entries: Sequence[TensorEntry]) -> dict[str, Index]:
         """The slice of each tensor of which not all is wanted; of a layout, this rank's."""
@@ -90,15 +91,26 @@ class Asked:
             raise Unsupported(
                 f"dtype {self.dtype!r}: tensors are cast to floating point only, such as 'bfloat16'"
             )
+        try:
+            torch.zeros(1, device="cpu").to(found)
+        except NotImplementedError:  # such as float4_e2m1fn_x2
+            raise Unsupported(f"dtype {self.dtype!r}: torch does not cast to it") from None
         return found
 
 
 def deadline_of(timeout: float | None) -> Deadline:
     """Until when a load may go on. Raises BadSetting."""
     is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
-    if timeout is None or (is_number and timeout >= 0):
+    if timeout is None or (is_number and timeout > threading.TIMEOUT_MAX):
+        return NEVER
+    if is_number and timeout >= 0:
         return Deadline.after(timeout)
     raise BadSetting(f"timeout={timeout!r}: seconds, or None to wait as long as it takes")
+
+
+def _patterns(given: str | Collection[str] | None) -> Sequence[str] | None:
+    """Such as the keys of another dict, which have no numbers."""
+    return [given] if isinstance(given, str) else given if given is None else list(given)
 
 
 def _are_texts(given: Any) -> bool:

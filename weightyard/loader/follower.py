@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from weightyard import jitter
@@ -92,8 +93,10 @@ class Following:
     """Memory to read with, kept from one version to the next."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.poll_s <= MAX_POLL_S:
-            raise BadSetting(f"poll_s={self.poll_s}: over 0 and at most {MAX_POLL_S:.0f} seconds")
+        if not (isinstance(self.poll_s, Real) and 0 < self.poll_s <= MAX_POLL_S):
+            raise BadSetting(f"poll_s={self.poll_s!r}: over 0 and at most {MAX_POLL_S:.0f} seconds")
+        if not isinstance(self.max_host_bytes, int | None):
+            raise BadSetting(f"max_host_bytes={self.max_host_bytes!r}: a whole number of bytes")
 
     def planned(self, version: Version, resident: Resident, now: Holds) -> Planned:
         """What a version is made of, fitted to what is served. Raises DoesNotFit."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from weightyard.errors import BadSetting
 from weightyard.loader.asked import Asked
 from weightyard.loader.origin import Destination, Origin
 from weightyard.loader.placing import device_of
@@ -48,6 +49,8 @@ def stream(
     origin: Origin, asked: Asked, device: Any, ahead_bytes: int
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors asked for, one after the other in model order, read ahead within a budget."""
+    if not isinstance(ahead_bytes, int):
+        raise BadSetting(f"ahead_bytes={ahead_bytes!r}: a whole number of bytes")
     to = Destination(device_of(device), ahead_bytes=ahead_bytes)
     _ = asked.torch_dtype  # which may be none: said now, and not when the first tensor is asked for
     plans = plan(origin, asked)

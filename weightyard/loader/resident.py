@@ -39,7 +39,7 @@ class Resident:
     """
 
     def __init__(self, served: torch.nn.Module | Mapping[str, torch.Tensor] | None) -> None:
-        """`served`: a module, or tensors by name. Raises Refused if one has no memory."""
+        """`served`: a module, or tensors by name. Raises Refused for else, and for no memory."""
         self._served = served
         self._slots = None if served is None else _slots(served)
         self._by_name = {name: slot for slot in self._slots or () for name in slot.names}
@@ -148,8 +148,12 @@ def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _slots(served: torch.nn.Module | Mapping[str, torch.Tensor]) -> list[Slot]:
     if not isinstance(served, Mapping):
         return slots_of(served)
+    import torch
+
     by_memory: dict[object, tuple[torch.Tensor, list[str]]] = {}
     for name, tensor in served.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise Refused(f"{name}: tensors can be followed, not a {type(tensor).__name__}")
         key: object = id(tensor)
         if tensor.numel() and not tensor.is_meta and not is_layout(tensor):
             key = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
