@@ -402,6 +402,31 @@ def test_what_was_not_taken_to_its_end_comes_again(yard: Yard) -> None:
         assert same(server, state(1))
 
 
+def test_a_first_version_that_was_not_taken_to_its_end_comes_again_or_the_next_one(
+    yard: Yard,
+) -> None:
+    first = {"a": noise(3), "b": noise(4), "c": noise(5)}
+    other = {"b": noise(6), "d": noise(7)}
+    yard.push(first, BERT, alias="prod")
+    with yard.follow(PROD) as follower:
+        ready(follower, 1)
+        assert next(follower.changed())[0] == "a"
+        ready(follower, 1)
+        assert same(dict(follower.changed()), first)
+    with yard.follow(PROD) as follower:
+        ready(follower, 1)
+        assert next(follower.changed())[0] == "a"
+        yard.push(other, BERT, alias="prod")
+        eventually(lambda: (found := follower.ready()) is not None and found.number == 2)
+        assert same(dict(follower.changed()), other)
+        third = other | {"d": noise(7, seed=1)}
+        yard.push(third, BERT, alias="prod")
+        ready(follower, 3)
+        assert dict(follower.changed()).keys() >= {"d"}
+        assert follower.version is not None
+        assert follower.version.number == 3
+
+
 def test_leases_are_held_on_what_is_resident_and_given_up_at_the_end(yard: Yard) -> None:
     def leased() -> set[str]:
         def ask(tx: Connection) -> set[str]:

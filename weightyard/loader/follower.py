@@ -316,6 +316,9 @@ class Follower(Closing):
     def _done(self, staged: Staged) -> None:
         self._version = staged.version
         self._is_torn = False
+        if not self._resident.has_tensors:
+            # Of one that was taken half-way, and never to its end, there may be others.
+            self._holds = {name: self._holds[name] for name in staged.contents}
         self._drop(staged)
         _log.info("follow.applied", ref=self._following.ref, version=staged.version.ref)
 
@@ -412,10 +415,11 @@ class Follower(Closing):
         with self._state:
             cancel = self._bringing
             now = dict(self._holds)
+            before = now if self._version is not None else {}  # else it may be some of a version
         following, resident = self._following, self._resident
         began = time.monotonic()
         try:
-            planned = following.planned(wanted, resident, now)
+            planned = following.planned(wanted, resident, before)
             plans, blocks = planned.plans, planned.manifest.blocks
             changes = plan_changes(plans, planned.contents, now, resident.patched(plans))
             stage = following.stage(wanted, planned.manifest, cancel)
