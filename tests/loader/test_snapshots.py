@@ -446,6 +446,16 @@ def test_a_cache_that_is_a_link_or_of_someone_else_is_refused(
     assert Place.of(root, digest).folder == yard.snapshot(BERT)
 
 
+def test_a_cache_that_is_a_file_is_said(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(NoSuchThing, match="Not a directory"):
+        Snapshots(tmp_path / "cache").listed()
+    with yard_in(tmp_path) as yard:
+        push(yard, write_model(tmp_path / "model", 1))
+        with pytest.raises(NoSuchThing, match="Not a directory"):
+            yard.snapshot(BERT)
+
+
 def test_a_hostile_record_is_no_snapshot(yard: Yard, model: Path, tmp_path: Path) -> None:
     digest = push(yard, model)
     path = yard.snapshot(BERT)

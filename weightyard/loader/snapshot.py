@@ -334,8 +334,6 @@ def modified_s(file: Path) -> float:
 
 
 def _entries(folder: Path) -> list[os.DirEntry[str]]:
-    try:
-        with os.scandir(folder) as found:
-            return list(found)
-    except FileNotFoundError:
-        return []
+    with translated(folder), suppress(FileNotFoundError), os.scandir(folder) as found:
+        return list(found)
+    return []
