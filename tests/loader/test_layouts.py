@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from waiting import SOON_S
 
 from weightyard.errors import Unsupported
 from weightyard.format.block import MIB
@@ -114,6 +115,28 @@ def test_a_layout_whose_rows_are_apart_is_refused(yard: Yard) -> None:
 def test_a_layout_of_sums_is_refused(yard: Yard) -> None:
     with as_rank(0, 2) as mesh, pytest.raises(Unsupported, match="sharded or replicated"):
         yard.load(BERT, slices={"*": Layout(mesh, [Partial()])})
+
+
+def test_the_shard_of_one_parameter_says_nothing_of_another_whose_name_it_fits_as_a_pattern(
+    yard: Yard,
+) -> None:
+    state = {"w[0]": noise(8, 4, seed=2), "w0": noise(8, 4, seed=3)}
+    yard.push(state, "team/brackets", alias="prod")
+    with as_rank(2, 4) as mesh:
+        module = nn.Module()
+        local = torch.zeros(2, 4, dtype=torch.bfloat16)
+        sharded = DTensor.from_local(local, mesh, [Shard(0)], run_check=False)
+        module.register_parameter("w[0]", nn.Parameter(sharded))
+        module.register_parameter("w0", nn.Parameter(torch.zeros(8, 4, dtype=torch.bfloat16)))
+        yard.load_into(module, "team/brackets")
+        expected = {"w[0]": state["w[0]"][4:6], "w0": state["w0"]}
+        assert same({"w[0]": local, "w0": module.get_parameter("w0").detach()}, expected)
+        yard.push({name: -one for name, one in state.items()}, "team/brackets", alias="prod")
+        with yard.follow("team/brackets@prod", module, applied="team/brackets@v1") as follower:
+            assert follower.wait(SOON_S) is not None, follower.failure
+            follower.apply()
+        expected = {name: -one for name, one in expected.items()}
+        assert same({"w[0]": local, "w0": module.get_parameter("w0").detach()}, expected)
 
 
 @pytest.mark.parametrize("meta", [False, True])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -11,8 +10,7 @@ import msgspec
 from weightyard.errors import Refused
 from weightyard.loader.asked import Asked
 from weightyard.loader.choosing import admits
-from weightyard.loader.layouts import is_layout
-from weightyard.loader.modules import Slot, fit, slots_of
+from weightyard.loader.modules import Slot, fit, shards, slots_of
 from weightyard.loader.origin import Destination, Origin
 from weightyard.loader.placing import device_of
 from weightyard.loader.plan import TensorPlan, plan_tensors
@@ -41,8 +39,7 @@ def load_into(
         entries = [msgspec.structs.replace(entry, tied=None) for entry in origin.chosen(asked)]
         chosen = fit(slots, entries, strict=strict, expected=_expected(slots, asked))
         entries = [entry for entry in entries if entry.name in chosen]
-        layouts = {name: slot.tensor for name, slot in chosen.items() if is_layout(slot.tensor)}
-        plans = plan_tensors(entries, replace(asked, slices=layouts).indices(entries))
+        plans = plan_tensors(entries, shards(chosen, entries))
     groups: dict[tuple[torch.device, bool], list[TensorPlan]] = {}
     for plan in plans:
         tensor = chosen[plan.name].tensor

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from weightyard.errors import DoesNotFit, Refused
 from weightyard.format.manifest import TensorEntry
-from weightyard.loader.layouts import is_layout
+from weightyard.loader.layouts import is_layout, local_index
+from weightyard.loader.slicing import Index
 from weightyard.loader.state import torch_dtype
 
 if TYPE_CHECKING:
@@ -119,6 +120,15 @@ def fit(
     if wrong or missing or unexpected:
         raise DoesNotFit(_said(wrong, missing, unexpected), missing, unexpected)
     return fitting
+
+
+def shards(chosen: Mapping[str, Slot], entries: Iterable[TensorEntry]) -> dict[str, Index]:
+    """Of tensors that go to DTensors, by name: the slice this rank has. Raises Unsupported."""
+    return {
+        entry.name: local_index(tensor, entry.shape)
+        for entry in entries
+        if is_layout(tensor := chosen[entry.name].tensor)
+    }
 
 
 def _misfits(slot: Slot, there: Sequence[TensorEntry]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from weightyard.loader.asked import Asked
 from weightyard.loader.changes import Holds
 from weightyard.loader.choosing import admits
 from weightyard.loader.layouts import is_layout
-from weightyard.loader.modules import Slot, fit, slots_of
+from weightyard.loader.modules import Slot, fit, shards, slots_of
 from weightyard.loader.plan import TensorPlan, plan_tensors
 from weightyard.loader.state import torch_dtype
 from weightyard.names import BlockId
@@ -87,8 +87,7 @@ class Resident:
         entries = [
             msgspec.structs.replace(entry, tied=None) for entry in entries if entry.name in chosen
         ]
-        layouts = {name: one.tensor for name, one in chosen.items() if is_layout(one.tensor)}
-        plans = plan_tensors(entries, replace(asked, slices=layouts).indices(entries))
+        plans = plan_tensors(entries, shards(chosen, entries))
         return tuple(replace(plan, names=chosen[plan.name].names) for plan in plans)
 
     def _fitting(self, entries: Sequence[TensorEntry], asked: Asked) -> dict[str, Slot]:
