@@ -39,7 +39,9 @@ from weightyard.format.block import MIB
 from weightyard.names import Ref
 from weightyard.testing.faults import FaultyStore
 from weightyard.trainer.reader import YardReader, checkpoint_ref
+from weightyard.trainer.saving import quiet_alone
 from weightyard.trainer.state import State
+from weightyard.trainer.writer import YardWriter
 from weightyard.yard import Yard
 
 TENSORS = {
@@ -241,6 +243,20 @@ def test_tensors_that_are_views_are_filled_where_they_are(yard: Yard) -> None:
     assert is_same(memory[:, :700], TENSORS["model.embed"].tensor)
     assert is_same(memory[:300, 999], TENSORS["model.bias"].tensor)
     assert not memory[:, 700:999].any()
+
+
+def test_tensors_whose_memory_holds_other_values_are_filled(yard: Yard) -> None:
+    values = torch.tensor([1 + 2j, 3 - 4j])
+    quiet_alone()
+    with YardWriter(yard, "team/odd") as writer:
+        saved = {"conj": values.conj(), "neg": values.conj().imag}
+        dcp.save(saved, checkpoint_id=9, storage_writer=writer, no_dist=True)
+    conj, neg = torch.zeros_like(values).conj(), torch.zeros_like(values).conj().imag
+    assert conj.is_conj()
+    assert neg.is_neg()
+    dcp_load({"conj": conj, "neg": neg}, YardReader(yard, "team/odd@step-9"))
+    assert torch.equal(conj, values.conj())
+    assert torch.equal(neg, values.conj().imag)
 
 
 def test_a_parameter_that_wants_gradients_is_filled(yard: Yard) -> None:

@@ -64,6 +64,7 @@ class Destinations:
             for plan, tensor in zip(plans, self._tensors, strict=True)
             if tensor.device == self.device
             and tensor.is_contiguous()
+            and not (tensor.is_conj() or tensor.is_neg())  # its memory holds other values
             and tensor.dtype == torch_dtype(plan.dtype)
         }
         passing = (number for number, plan in enumerate(plans) if plan.name not in targets)
