@@ -54,6 +54,12 @@ def test_counters_come_back_as_counters_and_the_dicts_beside_them_as_dicts() -> 
     assert whole == milestones
 
 
+def test_a_tensor_alone_comes_back() -> None:
+    items = pack("generator", torch.arange(3))
+    assert len(items) == 2
+    assert torch.equal(unpack("generator", through_a_checkpoint(items)), torch.arange(3))
+
+
 def test_tensors_are_items_by_their_paths() -> None:
     items = pack("ema", OrderedDict({"layers.0.weight": torch.ones(1), "n": 1}))
     assert set(items) == {"ema", "ema.layers.0.weight"}

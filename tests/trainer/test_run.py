@@ -225,6 +225,7 @@ def test_an_optimizer_that_takes_no_dense_gradients_is_resumed(yard: Yard) -> No
         (Counter([torch.ones(2, device="meta")]), r"extra\.state\.0.*meta"),
         (Counter(torch.ones(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)), r"extra.*float4"),
         (object(), "extra.*object"),
+        (nn.LazyLinear(2), r"extra\.weight.*lazy"),
     ],
 )
 def test_what_cannot_be_saved_is_named_when_the_run_is_made(
@@ -611,6 +612,25 @@ def test_objects_come_back_as_they_were(yard: Yard) -> None:
     assert {key: fresh.state[key] for key in (3, "big", "x")} == {
         key: state[key] for key in (3, "big", "x")
     }
+
+
+@pytest.mark.parametrize("state", [torch.arange(3), (torch.arange(3),), None, ({}, [])])
+def test_a_state_that_is_no_dict_comes_back(yard: Yard, state: Any) -> None:
+    class Alone(Counter):
+        def state_dict(self) -> Any:
+            return self.state
+
+        def load_state_dict(self, state: Any) -> None:
+            self.state = state
+
+    alone = Alone()
+    alone.state = state
+    with TrainRun(yard, RUN, {"alone": alone}) as run:
+        run.save()
+    again = Alone()
+    with TrainRun(yard, RUN, {"alone": again}) as run:
+        run.resume()
+    assert repr(again.state) == repr(state)
 
 
 def test_a_checkpoint_that_holds_no_run_is_refused(yard: Yard) -> None:

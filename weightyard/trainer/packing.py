@@ -57,7 +57,7 @@ def pack(name: str, value: object) -> Items:
         if len(path) > MAX_DEPTH:
             raise Refused(f"{name}: over {MAX_DEPTH} containers in each other")
         if isinstance(node, torch.Tensor):
-            fqn = ".".join(map(str, (name, *path)))
+            fqn = _fqn(name, path)
             if fqn in tensors:
                 raise Refused(f"{fqn}: two tensors of the state would have this name")
             tensors[fqn] = node.detach()
@@ -110,11 +110,16 @@ def unpack(name: str, items: Mapping[str, Any]) -> Any:
             raise Damaged(f"{name}: not what a run saves of an object")
     if not all(isinstance(path, list) and _are_keys(path) for path in (*paths, *counters)):
         raise Damaged(f"{name}: a path in it is no list of keys")
-    tensors = {tuple(path): ".".join(map(str, (name, *path))) for path in paths}
+    tensors = {tuple(path): _fqn(name, path) for path in paths}
     if missing := sorted(set(tensors.values()) - items.keys()):
         raise Damaged(f"{name}: the checkpoint lacks its tensor {missing[0][:200]}")
     filling: Mapping[Sequence[PathKey], Any] = {path: items[fqn] for path, fqn in tensors.items()}
     return _filled(rest, (), filling, {tuple(path) for path in counters})
+
+
+def _fqn(name: str, path: Sequence[PathKey]) -> str:
+    """Of a tensor in a value; one that is all of the value must not take the name of the rest."""
+    return ".".join(map(str, (name, *(path or [""]))))
 
 
 def _are_keys(path: Sequence[object]) -> bool:

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from weightyard.errors import Damaged, DoesNotFit, Refused, TooLarge
 from weightyard.format.block import MIB
@@ -517,6 +518,8 @@ def check_items(items: Items) -> tuple[int, int]:
         if not isinstance(value, torch.Tensor):
             objects[fqn] = value
             continue
+        if is_lazy(value):
+            raise Refused(f"{fqn}: a lazy module has no shape yet: call it once before")
         if value.layout is not torch.strided or value.is_quantized:
             raise Refused(f"{fqn}: a tensor that is sparse or quantized cannot be saved")
         if value.is_meta:
