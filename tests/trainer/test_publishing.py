@@ -99,6 +99,20 @@ def test_tied_tensors_come_back_tied(yard: Yard) -> None:
     assert loaded["norm.weight"] is not loaded["norm.bias"]
 
 
+def test_views_of_other_values_are_not_tied_to_the_memory_they_share(yard: Yard) -> None:
+    module = nn.Linear(2, 2)
+    turns = torch.tensor([1 + 2j, 3 - 4j])
+    module.register_buffer("back", turns.conj())
+    module.register_buffer("turns", turns)
+    published(yard, module)
+    loaded = yard.load(BERT)
+    assert torch.equal(loaded["turns"], turns)
+    assert torch.equal(loaded["back"], turns.conj())
+    pushed = yard.load(yard.push(module.state_dict(), "team/pushed").ref)
+    assert torch.equal(pushed["turns"], turns)
+    assert torch.equal(pushed["back"], turns.conj())
+
+
 def test_a_cast_writes_the_tensors_it_concerns_and_says_how_many_bytes(yard: Yard) -> None:
     module = Mixed()
     made, written = published(yard, module, export_dtype="bfloat16")

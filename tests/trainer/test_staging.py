@@ -72,6 +72,15 @@ def test_tied_tensors_stay_tied_only_as_long_as_they_are(staging: Staging) -> No
     assert untied["b"].tolist() == [0.0] * 4
 
 
+def test_a_view_of_other_values_is_not_taken_for_the_memory_it_shares(staging: Staging) -> None:
+    turns = torch.tensor([1 + 2j, 3 - 4j])
+    back = turns.conj()
+    copied = staging.copied({"a": turns, "b": back, "c": back.imag, "d": turns.imag})
+    assert torch.equal(copied["b"], back)
+    assert copied["c"].tolist() == [-2.0, 4.0]
+    assert copied["d"].tolist() == [2.0, -4.0]
+
+
 def test_a_tensor_that_says_which_part_of_a_whole_it_is_says_so_in_the_copy(
     staging: Staging,
 ) -> None:

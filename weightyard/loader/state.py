@@ -76,8 +76,15 @@ def _taken_apart(name: str, value: Any) -> tuple[DType, tuple[int, ...], object,
         storage = (pointer, value.strides) if pointer else None
         return dtype, shape, storage, array.reshape(-1).view(np.uint8).data
     tensor = value.detach()
-    storage = (tensor.data_ptr(), tensor.stride()) if tensor.numel() else None
-    return dtype, shape, storage, bytes_of(tensor.to("cpu").contiguous())
+    is_itself = tensor.numel() and is_other(tensor) == (False, False)
+    storage = (tensor.data_ptr(), tensor.stride()) if is_itself else None
+    resolved = tensor.resolve_conj().resolve_neg()
+    return dtype, shape, storage, bytes_of(resolved.to("cpu").contiguous())
+
+
+def is_other(tensor: torch.Tensor) -> tuple[bool, bool]:
+    """Whether it stands for the conjugates, and for the negatives, of what its memory holds."""
+    return tensor.is_conj(), tensor.is_neg()
 
 
 def dtype_of(name: str, value: Any) -> DType:

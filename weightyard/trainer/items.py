@@ -17,7 +17,7 @@ from weightyard.loader.asked import Asked
 from weightyard.loader.joint import Planned
 from weightyard.loader.origin import Destination, Origin
 from weightyard.loader.plan import TensorPlan
-from weightyard.loader.state import torch_dtype
+from weightyard.loader.state import is_other, torch_dtype
 from weightyard.trainer.metadata import plan_items
 
 
@@ -64,7 +64,7 @@ class Destinations:
             for plan, tensor in zip(plans, self._tensors, strict=True)
             if tensor.device == self.device
             and tensor.is_contiguous()
-            and not (tensor.is_conj() or tensor.is_neg())  # its memory holds other values
+            and is_other(tensor) == (False, False)
             and tensor.dtype == torch_dtype(plan.dtype)
         }
         passing = (number for number, plan in enumerate(plans) if plan.name not in targets)

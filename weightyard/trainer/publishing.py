@@ -22,7 +22,7 @@ from weightyard.format.block import MIB
 from weightyard.format.dtypes import DType, nbytes
 from weightyard.format.manifest import Manifest, TensorEntry
 from weightyard.format.splitting import SMALL_BYTES
-from weightyard.loader.state import state_content, torch_dtype
+from weightyard.loader.state import is_other, state_content, torch_dtype
 from weightyard.logs import Log
 from weightyard.names import ModelName, is_tensor_name
 from weightyard.records import Publication, Pushed, Version
@@ -269,6 +269,6 @@ def ties_of(items: Mapping[str, Any]) -> list[list[str]]:
             continue
         local = value.to_local() if isinstance(value, DTensor) else value
         if local.numel():
-            memory = (local.data_ptr(), local.stride(), value.shape, value.dtype)
+            memory = (local.data_ptr(), local.stride(), value.shape, value.dtype, is_other(local))
             same.setdefault(memory, []).append(name)
     return [names for names in same.values() if len(names) > 1]

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from weightyard.closing import Closing
+from weightyard.loader.state import is_other
 from weightyard.trainer.packing import Items
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -53,7 +54,7 @@ class Staging(Closing):
             if local is None:
                 staged[name] = others.get(name, items[name])
                 continue
-            place = (local.data_ptr(), local.dtype, local.shape, local.stride())
+            place = (local.data_ptr(), local.dtype, local.shape, local.stride(), is_other(local))
             copy = copies.get(place) if local.numel() else None
             if copy is None:
                 copy = copies[place] = self._memory[name] = self._room(before.get(name), local)
