@@ -66,6 +66,7 @@ def test_a_url_that_is_no_store_says_what_to_use(url: str) -> None:
     "url",
     [
         "hdfs:/models",
+        "HTTP:/host",
         " hdfs://nn/models",
         "file:/models",
         "file://",

@@ -229,7 +229,10 @@ def test_a_store_of_another_registry_names_both(
 def test_a_database_url_that_makes_no_sense_is_refused_without_showing_it(
     cli: Cli, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for url in ("secret", "mysql://me:secret@host/x", "postgresql://me:secret@host:port/x"):
+    for url in (
+        "secret", "mysql://me:secret@host/x", "postgresql://me:secret@host:port/x",
+        "sqlite+aiosqlite:///secret", "postgresql+asyncpg://me:secret@host/x",
+    ):  # fmt: skip
         monkeypatch.setenv("WEIGHTYARD_DB", url)
         said = cli.refused(2, "ls")
         assert "postgresql://" in said

@@ -421,11 +421,18 @@ def test_answers_of_others_are_understood_as_far_as_they_can_be(
 
 
 @pytest.mark.parametrize(
-    "url", ["ftp://yard", "yard", "http://", "http://user:pw@yard", "http://yard/?token=x"]
-)
+    "url",
+    [
+        "ftp://yard", "yard", "http://", "http://user:pw@yard", "http://yard/?token=x",
+        "http://yard:port", "http://yard:99999", "http://[::1", "http://[yard]", "http://ya\trd",
+        "http://a..b", "http://xn--a", f"http://{'a' * 70}.example",
+    ],
+)  # fmt: skip
 def test_a_url_that_is_no_service_is_refused(url: str) -> None:
-    with pytest.raises(BadSetting):
+    with pytest.raises(BadSetting, match="URL"):
         Connection(url)
+    Connection("http://[::1]:8600").close()
+    Connection("https://yärd.example/below").close()
 
 
 def test_a_token_with_odd_characters_never_reaches_a_header() -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import version
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import httpx
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -80,18 +80,12 @@ class Connection:
         deadline_s: float = 30.0,
         transport: httpx.BaseTransport | None = None,
     ) -> None:
-        try:
-            parts = urlsplit(url)
-            _ = parts.port  # looked at only now
-        except ValueError as why:
-            raise BadSetting(f"service URL {url[:200]!a}: {why}") from None
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BadSetting(f"service URL {url[:200]!a}: http(s)://HOST[:PORT]")
+        parts = _split(url)
         if parts.username is not None or parts.password is not None or parts.query:
             raise BadSetting("a token goes into WEIGHTYARD_TOKEN, not into the URL")
         if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
             raise Unauthenticated("the token is not one: it has spaces or odd characters")
-        self.host = parts.hostname
+        self.host = str(parts.hostname)
         self._deadline_s = deadline_s
         headers = {"User-Agent": f"weightyard/{version('weightyard')}"}
         if token:
@@ -279,6 +273,19 @@ class Connection:
             raise RegistryUnavailable(
                 f"service {self.host}: its answer is not weightyard's ({what}): is the URL right?"
             ) from None
+
+
+def _split(url: str) -> SplitResult:
+    """A service's URL. Raises BadSetting for one that nothing can be asked of."""
+    try:
+        parts = urlsplit(url)
+        # Else looked at only on connecting, by errors of many kinds.
+        _ = parts.port, httpx.URL(url).host, (parts.hostname or "").encode("idna")
+    except (ValueError, httpx.InvalidURL) as why:
+        raise BadSetting(f"service URL {url[:200]!a}: {why}") from None
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise BadSetting(f"service URL {url[:200]!a}: http(s)://HOST[:PORT]")
+    return parts
 
 
 def hang_up(response: httpx.Response) -> None:

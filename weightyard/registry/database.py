@@ -71,6 +71,9 @@ _MISTAKES = (exc.ProgrammingError, exc.IntegrityError, exc.DataError, exc.NotSup
 """What no database says of itself, only of what it was asked."""
 
 
+_DRIVERS = ("sqlite", "sqlite+pysqlite", "postgresql+psycopg")
+
+
 class now_ms(FunctionElement[int]):  # noqa: N801 - reads as the SQL function it is
     """The database's clock: what leases and grace times are measured by, on whatever host."""
 
@@ -99,7 +102,7 @@ class Database:
         if self.url.drivername == "postgresql":
             self.url = self.url.set(drivername="postgresql+psycopg")
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
-        if not self.is_sqlite and self.url.get_backend_name() != "postgresql":
+        if self.url.drivername not in _DRIVERS:
             raise BadSetting(f"database {self.url.drivername}: use sqlite:/// or postgresql://")
         self.engine = self._make_engine()
         self._watching: sqlite3.Connection | None = None

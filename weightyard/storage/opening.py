@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from weightyard.storage.hdfs.namenode import Locator
 
 _SCHEME = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE | re.ASCII)
-_ONE_SLASH = re.compile(r"(file|hdfs|viewfs):/", re.IGNORECASE)
+_ONE_SLASH = re.compile(r"(file|hdfs|viewfs|https?):/(?!/)", re.IGNORECASE)
 
 
 def open_store(
@@ -57,10 +57,10 @@ def folder_at(path: str) -> Path:
     """The folder of this machine that a user names, whether or not it is there.
 
     Raises BadSetting for what cannot be one, and for a URL with one slash, such as `hdfs:/folder`:
-    Hadoop reads that as `hdfs:///folder`, and a folder of that name is not what was meant.
+    Hadoop reads that as `hdfs:///folder`, and bytes would stay on this host.
     """
     if scheme := _ONE_SLASH.match(path):
-        raise BadSetting(f"{path}: write {scheme[1]}:// with two slashes, {scheme[1]}:///folder")
+        raise BadSetting(f"{path}: a URL has two slashes, {scheme[1]}://…; a folder is ./{path}")
     if "://" in path:
         raise BadSetting(f"{path!a} is neither a folder nor a URL: are there signs before it?")
     try:
