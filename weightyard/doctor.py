@@ -265,7 +265,7 @@ def _database(store: Store, settings: Settings) -> Iterator[Finding]:
         if database is None:
             yield _warn("database", "there is none yet", "the first push makes it")
             return
-        shown = database.url.render_as_string(hide_password=True)
+        shown = database.shown
         began = time.time()
         there_ms = database.read(lambda tx: tx.scalar(select(now_ms())))
         took_s = time.time() - began

@@ -202,6 +202,28 @@ print([name for name in heavy if name in sys.modules])
     assert done.stdout.strip() == "[]", done.stderr
 
 
+def test_a_folder_whose_name_is_no_text_is_named_all_the_same(
+    cli: Cli, base: Path, tmp_path: Path
+) -> None:
+    cli.ok("push", base, "team/bert")
+    folder = os.fsencode(tmp_path) + b"/caf\xe9"
+    strict = {**os.environ, "PYTHONIOENCODING": "utf-8:strict"}  # as most terminals have it
+
+    def run(*words: str | bytes) -> bytes:
+        command = [*cli.command(), *words]
+        done = subprocess.run(command, capture_output=True, timeout=120, env=strict, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    told = json.loads(run("pull", "team/bert", folder, "--json"))
+    assert os.fsencode(told["folder"]) == folder
+    assert folder in run("pull", "team/bert", folder)
+    yard = folder + b"/yard"
+    made = json.loads(run("--yard", yard, "init", "--json"))
+    assert made["database"].endswith("/yard/registry.db")
+    assert b"All is well" in run("--yard", yard, "doctor")
+
+
 def test_it_runs_as_a_module_where_its_script_is_not_on_the_path() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "weightyard", "--version"],

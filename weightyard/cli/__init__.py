@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 import traceback
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -104,6 +105,8 @@ def main() -> None:
     """Run the command line; an error of weightyard becomes a message and its exit code."""
     # So that an upload that is ended by its scheduler gives back what it holds.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    if isinstance(sys.stdout, TextIOWrapper):  # the names of folders may be any bytes
+        sys.stdout.reconfigure(errors="surrogateescape")
     # It may come while a connection is being closed, of which the pool would print a traceback.
     logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
     try:

@@ -42,7 +42,7 @@ def upgrade(session: Session, db: _Db = None) -> None:
         before = migrate.current(database)
         migrate.upgrade(database)
         after = migrate.current(database)
-        result = {"database": shown_url(database), "before": before, "schema": after}
+        result = {"database": database.shown, "before": before, "schema": after}
     said = (
         f"{result['database']} has schema {after} already"
         if before == after
@@ -64,7 +64,7 @@ def current(session: Session, db: _Db = None) -> None:
         schema = migrate.current(database) if database.is_there else None
         newest = migrate.newest()
         result = {
-            "database": shown_url(database),
+            "database": database.shown,
             "schema": schema,
             "newest": newest,
             "is_current": schema == newest,
@@ -94,8 +94,3 @@ def opened_database(session: Session, db: str | None) -> Iterator[Database]:
         yield database
     finally:
         database.close()
-
-
-def shown_url(database: Database) -> str:
-    """A database's URL without its password."""
-    return database.url.render_as_string(hide_password=True)

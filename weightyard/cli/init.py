@@ -46,7 +46,7 @@ def init(
 
       weightyard --yard hdfs://cluster/weightyard init --dedup project
     """
-    from weightyard.cli.db import opened_database, shown_url
+    from weightyard.cli.db import opened_database
     from weightyard.cli.tables import facts
     from weightyard.cli.wording import size
     from weightyard.opening import store_url
@@ -68,7 +68,7 @@ def init(
             store.init(ownership)  # of a yard that was there already
         result = {
             "store": store.url,
-            "database": shown_url(database),
+            "database": database.shown,
             "yard_id": bound.yard_id,
             "registry_id": bound.registry_id,
             "block_bytes": bound.block_bytes,

@@ -36,7 +36,7 @@ def rebuild(
 
       weightyard --yard /backup/yard rebuild --adopt
     """
-    from weightyard.cli.db import opened_database, shown_url
+    from weightyard.cli.db import opened_database
     from weightyard.opening import current_user, store_url
     from weightyard.registry.rebuild import rebuild as rebuild_registry
     from weightyard.storage.opening import open_store
@@ -47,7 +47,7 @@ def rebuild(
         opened_database(session, None) as database,
     ):
         session.confirm(
-            f"Rebuild {shown_url(database)} from {store.url}? The database it belonged to so far "
+            f"Rebuild {database.shown} from {store.url}? The database it belonged to so far "
             "can then no longer be used.",
             yes=yes,
         )

@@ -82,7 +82,9 @@ class Session:
     def show(self, result: Mapping[str, Any], human: Callable[[Console], None]) -> None:
         """Print a result: as JSON if that was asked for, else for people."""
         if self.as_json:
-            sys.stdout.write(json.dumps(result, indent=2, ensure_ascii=False, default=str) + "\n")
+            text = json.dumps(result, indent=2, ensure_ascii=False, default=str)
+            # Half a character, of a name that is not UTF-8, as JSON escapes it: it is no byte then.
+            sys.stdout.write(text.encode(errors="backslashreplace").decode() + "\n")
         else:
             human(console())
 

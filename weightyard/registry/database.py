@@ -110,6 +110,14 @@ class Database:
         self._watch_lock = threading.Lock()
 
     @property
+    def shown(self) -> str:
+        """Its URL without its password."""
+        try:
+            return self.url.render_as_string(hide_password=True)
+        except UnicodeEncodeError:  # of a file, in a folder whose name is not UTF-8
+            return f"sqlite:///{self.url.database}"
+
+    @property
     def is_there(self) -> bool:
         """Whether looking into it makes nothing: connecting to an SQLite file makes one."""
         return not self.is_sqlite or Path(str(self.url.database)).exists()
