@@ -117,7 +117,7 @@ class Worker:
         try:
             self._do(point.operation, calls)
         except YardError as why:
-            outcome = Outcome(is_done=False, error=type(why).__name__)
+            outcome = Outcome(is_done=False, error=type(why).__name__, said=str(why))
         except Exception:  # noqa: BLE001 - told to whoever judges
             outcome = Outcome(is_done=False, error=traceback.format_exc(), is_expected=False)
         else:
@@ -159,7 +159,7 @@ class Worker:
             return
         self.judged += 1
         if point.mode == "stop" and not point.expired and not outcome.is_done:
-            self._blame(point, f"gc made a push fail: {outcome.error}")
+            self._blame(point, f"gc made a push fail: {outcome.error}: {outcome.said}")
         with _repeatable_ids("judge"):
             for problem in crash_world.verify(registry, store, point.operation, outcome):
                 self._blame(point, problem)

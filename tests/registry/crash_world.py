@@ -146,6 +146,7 @@ class Outcome:
 
     is_done: bool
     error: str = ""
+    said: str = ""
     is_expected: bool = True
     """Whether the error is one of weightyard's own."""
     is_reached: bool = True
