@@ -70,8 +70,11 @@ def compress_noise(data: memoryview) -> bytes | memoryview:
 
     It may lie in memory of this thread, which the next call overwrites.
     """
-    if (frame := _contexts.coder.frame(data)) is not None:
-        return frame
+    return _contexts.coder.frame(data) or compress_noise_by_zstd(data)
+
+
+def compress_noise_by_zstd(data: memoryview) -> bytes:
+    """The same by zstd's own coder, which takes any bytes."""
     compressor = _contexts.noise
     compressor.set_pledged_input_size(len(data))
     return compressor.compress(data, mode=zstd.ZstdCompressor.FLUSH_FRAME)
