@@ -163,30 +163,32 @@ def _encode(
     into: Buffer | None = None,
 ) -> Encoded:
     codec = hint if raw.size % hint.planes == 0 else Codec.ZSTD
-    laid_out = _try(codec, raw, base, into) if codec is not Codec.RAW else None
+    laid_out = _try(codec, raw, base, block, into) if codec is not Codec.RAW else None
     if laid_out is None:
-        codec, laid_out = Codec.RAW, _as_it_is(raw if base is None else np.bitwise_xor(raw, base))
-    stored, kept = laid_out
-    segments, at = [], 0
-    for index, (kind, length) in enumerate(kept):
-        checksum = segment_checksum(stored[at : at + length].data, block, index)
-        segments.append(Segment(kind, length, checksum))
-        at += aligned(length)
+        codec, whole = Codec.RAW, raw if base is None else np.bitwise_xor(raw, base)
+        laid_out = _as_it_is(whole, block)
+    stored, segments = laid_out
     encoding = Encoding(block, raw.size, codec, base_id, fold(raw.data), tuple(segments))
     return Encoded(encoding, stored.data)
 
 
-_LaidOut = tuple[Bytes, list[tuple[SegmentKind, int]]]
-"""The stored bytes of a block, and the kinds and lengths of the segments in them."""
+_LaidOut = tuple[Bytes, list[Segment]]
+"""The stored bytes of a block, and the segments in them."""
 
 
-def _as_it_is(raw: Bytes) -> _LaidOut:
-    lengths = (min(CHUNK_BYTES, raw.size - start) for start in range(0, raw.size, CHUNK_BYTES))
-    return raw, [(SegmentKind.RAW, length) for length in lengths]
+def _as_it_is(raw: Bytes, block: BlockId) -> _LaidOut:
+    chunks = (raw[start : start + CHUNK_BYTES] for start in range(0, raw.size, CHUNK_BYTES))
+    return raw, [
+        _segment(SegmentKind.RAW, chunk, block, index) for index, chunk in enumerate(chunks)
+    ]
+
+
+def _segment(kind: SegmentKind, stored: Bytes, block: BlockId, index: int) -> Segment:
+    return Segment(kind, stored.size, segment_checksum(stored.data, block, index))
 
 
 def _try(
-    codec: Codec, raw: Bytes, base: Bytes | None, into: Buffer | None = None
+    codec: Codec, raw: Bytes, base: Bytes | None, block: BlockId, into: Buffer | None
 ) -> _LaidOut | None:
     """A block under a codec, or None if it is better left raw."""
     arena.clear()
@@ -197,7 +199,7 @@ def _try(
     # segment takes longer than splitting the planes.
     room = np.empty(room_for(raw.size, codec), np.uint8).data if into is None else memoryview(into)
     stored = np.frombuffer(room, np.uint8)
-    kept: list[tuple[SegmentKind, int]] = []
+    segments: list[Segment] = []
     end = 0
     for start in range(0, raw.size, CHUNK_BYTES):
         arena.clear()
@@ -210,8 +212,9 @@ def _try(
             at, length, end = end, data.size, end + aligned(data.size)
             stored[at : at + length] = data
             stored[at + length : end] = 0
-            kept.append((kind, length))
-    return (stored[:end], kept) if end < WORTH_ENCODING * raw.size else None
+            # Summed while the cache still has it.
+            segments.append(_segment(kind, stored[at : at + length], block, len(segments)))
+    return (stored[:end], segments) if end < WORTH_ENCODING * raw.size else None
 
 
 def _sample(raw: Bytes, base: Bytes | None) -> Bytes:

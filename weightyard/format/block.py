@@ -31,6 +31,7 @@ ALIGNMENT = 16
 """Every segment of every block begins at a multiple of this in its pack."""
 
 _FOLD_COLUMNS = 4096
+_FOLD_ROWS = 32
 _U64 = (1 << 64) - 1
 _POSITION_STEP = 0x9E3779B97F4A7C15
 
@@ -221,10 +222,16 @@ def fold(data: Buffer) -> Fold:
 
     Written with row and column sums, so that NumPy stays in its vector loops: with words laid in
     rows of k, sum((i + 1) · w[i]) = k · sum(row · rowsum) + sum((column + 1) · columnsum).
+    Some rows at a time: their columns are summed while a core's cache still has them.
     """
     raw = np.frombuffer(memoryview(data), np.uint8)
     whole = raw.size // (8 * _FOLD_COLUMNS) * (8 * _FOLD_COLUMNS)
-    total, weighted = _fold_rows(raw[:whole].view("<u8").reshape(-1, _FOLD_COLUMNS), 0)
+    rows = raw[:whole].view("<u8").reshape(-1, _FOLD_COLUMNS)
+    total = weighted = 0
+    for start in range(0, len(rows), _FOLD_ROWS):
+        some = rows[start : start + _FOLD_ROWS]
+        more, more_weighted = _fold_rows(some, start * _FOLD_COLUMNS)
+        total, weighted = total + more, weighted + more_weighted
     if rest := raw.size - whole:
         padded = np.zeros(-(-rest // 8) * 8, np.uint8)
         padded[:rest] = raw[whole:]
