@@ -75,7 +75,9 @@ writes packs at once. Where the DataNodes are the limit, a push at equal concurr
 what it need not store, at most: 1 / the size left is the ceiling. Where client, NameNode and
 DataNodes share a few cores, the core-seconds below are the limit: what a push saves the DataNodes
 by storing less it spends on hashing, encoding and proving, so that it can be faster than one
-stream only by the time in which that stream lets cores wait."""
+stream only by the time in which that stream lets cores wait. *The same again* reads and hashes
+every byte of the folder, which bounds it: to believe dates and sizes of files would be faster, and
+could publish other bytes than it says."""
 
 _MEMORY = f"""\
 ## Memory beyond the tensor
