@@ -5,11 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,10 +38,8 @@ from training import RUN, SAMPLES, Trained, as_bytes, packs, setting, spoil, ste
 from waiting import SOON_S
 
 from weightyard.errors import StoreUnavailable
-from weightyard.loader import peers
 from weightyard.trainer import state as states
 from weightyard.trainer.hooks import HookState
-from weightyard.trainer.job import Job
 from weightyard.trainer.rng import derive
 from weightyard.trainer.run import TrainRun
 from weightyard.trainer.saving import Save, Schedule
@@ -387,54 +383,6 @@ def test_an_optimizer_whose_state_only_one_rank_can_have_is_refused(world: World
     assert came.error == "Refused"
     assert "optim: a ZeroRedundancyOptimizer" in came.message
     assert "fully_shard" in came.message
-
-
-def published_wrongly(world: World, rank: int) -> tuple[Outcome, Outcome]:
-    with world.yard(rank) as yard, TrainRun(yard, RUN, {"model": nn.Linear(2, 2)}) as run:
-        run.step()
-        wrongly = attempt(lambda: run.publish("team/tiny", model="no_such_module"))
-        return wrongly, attempt(lambda: run.publish("team/tiny"))
-
-
-def test_a_version_that_the_first_rank_cannot_publish_is_an_error_on_all(world: World) -> None:
-    came = run_ranks(world, published_wrongly, size=2)
-    assert [wrongly.error for wrongly, _ in came.values()] == ["BadSetting", "RankFailed"]
-    assert "no_such_module" in came[1][0].message
-    assert (came[0][1].value.number, came[1][1]) == (1, Outcome())  # they go on together
-
-
-def published_slowly(world: World, rank: int) -> Outcome:
-    peers.MEET_S = peers.WAIT_S = 2.5
-
-    def slow(name: str) -> str:
-        time.sleep(3)
-        return name
-
-    with world.yard(rank) as yard, TrainRun(yard, RUN, {"model": nn.Linear(2, 2)}) as run:
-        return attempt(lambda: run.publish("team/tiny", rename=slow))
-
-
-def test_ranks_wait_for_the_first_one_however_long_it_publishes(world: World) -> None:
-    came = run_ranks(world, published_slowly, size=2)
-    assert (came[0].value.number, came[1]) == (1, Outcome())
-
-
-def time_to_wait(world: World, rank: int, given: timedelta) -> list[timedelta]:
-    dist.init_process_group("gloo", timeout=given)
-    with Job() as job:
-        assert job.group is not None
-        assert job._wishes is not None
-        groups = [job.group, job._wishes._group]
-        return [one._get_backend(torch.device("cpu")).options._timeout for one in groups]
-
-
-@pytest.mark.parametrize(("given", "granted"), [(120, 120), (1, 30)])
-def test_a_run_waits_for_a_rank_as_long_as_the_training_does_and_not_shorter_than_torch(
-    world: World, given: int, granted: int
-) -> None:
-    job = partial(time_to_wait, given=timedelta(minutes=given))
-    (came,) = run_ranks(world, job, size=1, is_grouped=False).values()
-    assert came == [timedelta(minutes=granted)] * 2
 
 
 def made_on_one_only(world: World, rank: int) -> Outcome:

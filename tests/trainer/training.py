@@ -162,3 +162,16 @@ def spoil(pack: Path) -> None:
     content[64::97] = bytes(one ^ 0xFF for one in content[64::97])
     pack.chmod(0o644)
     pack.write_bytes(content)
+
+
+class Counter:
+    """Something with a state of its own."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = {"n": 0} if state is None else state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"state": self.state}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state["state"]
