@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -173,6 +174,9 @@ def test_what_an_optimizer_keeps_beside_its_state_is_refused_by_its_key(yard: Ya
 @pytest.mark.parametrize(
     "setting",
     [
+        Counter({"a": 1}),
+        {"seen": Counter({1: 2})},
+        (1, [2], [3]),
         {"deep": {2: [1.5]}, "empty": {}},
         {},
         [{"from": 1}, []],

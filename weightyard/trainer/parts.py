@@ -272,7 +272,9 @@ def _setting(fqn: str, items: Mapping[str, Any]) -> Any:
 
 
 def _looks_packed(value: object) -> bool:
-    return type(value) is tuple and len(value) == 2 and type(value[1]) is list
+    if type(value) is not tuple or len(value) not in (2, 3):  # the third: where Counters are
+        return False
+    return all(type(paths) is list for paths in value[1:])
 
 
 def _is_plain_key(key: object) -> bool:
