@@ -72,7 +72,7 @@ $(BIN)/uv:
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
 
-$(VENV)/ready-run: pyproject.toml constraints.txt hatch_build.py $(wildcard weightyard/codec/*.c) | $(BIN)/uv
+$(VENV)/ready-run: pyproject.toml constraints.txt hatch_build.py $(wildcard weightyard/codec/*.[ch]) | $(BIN)/uv
 	$(UV) --editable '.[service]'
 	@touch $@
 

@@ -2,6 +2,7 @@
 
    Compiled with sanitizers by test_compiled_memory.py: whatever reads or writes beyond ends this. */
 
+#include "fold.c"
 #include "huffman.c"
 #include "planes.c"
 
@@ -47,6 +48,16 @@ static size_t coded(uint32_t round, void *memory)
   return length;
 }
 
+static void folded(void)
+{
+  size_t n = below(3000);
+  byte *data = exactly(n);
+  uint64_t sums[2];
+  draw(data, n);
+  fold_bytes((word8 *)data, n, &sums[0], &sums[1]);
+  free(data);
+}
+
 static void cut(void)
 {
   size_t n = below(500);
@@ -72,7 +83,7 @@ int main(void)
   if (!memory)
     return 2;
   for (unsigned round = 0; round < rounds; round++)
-    frames += coded(round, memory) > 0, cut();
+    frames += coded(round, memory) > 0, cut(), folded();
   free(memory);
   printf("%u of %u\n", frames, rounds);
   return 0;

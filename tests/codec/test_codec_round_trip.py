@@ -15,6 +15,7 @@ from weightyard.codec import (
     decode,
     encode,
     encode_delta,
+    fold,
     prove,
     room_for,
     verify,
@@ -27,7 +28,6 @@ from weightyard.format.block import (
     MIB,
     Codec,
     block_id,
-    fold,
 )
 
 LENGTHS = st.one_of(

@@ -18,10 +18,10 @@ import zstandard
 from blake3 import blake3
 from format_examples import Blocks, safetensors_file, split_bytes
 
-from weightyard.codec import Encoded, encode, encode_delta
+from weightyard.codec import Encoded, encode, encode_delta, fold
 from weightyard.format import block, dtypes, manifest, pack, safetensors, splitting
 from weightyard.format.assembly import manifest_of
-from weightyard.format.block import MIB, Codec, block_id, fold, segment_checksum
+from weightyard.format.block import MIB, Codec, block_id, segment_checksum
 from weightyard.format.dtypes import DType
 from weightyard.format.pack import PACK_HEADER, PackBuilder, padding
 from weightyard.format.splitting import BoxShape, StateTensor

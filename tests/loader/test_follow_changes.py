@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from waiting import SOON_S
 
-from weightyard.format.block import MIB, fold
+from weightyard.codec import fold
+from weightyard.format.block import MIB
 from weightyard.format.dtypes import DType
 from weightyard.loader.changes import Content, Piece, differing
 from weightyard.loader.folding import fold_where_it_lies

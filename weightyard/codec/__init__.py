@@ -12,6 +12,7 @@ from weightyard.codec.encoder import (
     room_for,
     worth_a_delta,
 )
+from weightyard.codec.folding import fold
 from weightyard.format.block import check_encoding
 
 __all__ = [
@@ -22,6 +23,7 @@ __all__ = [
     "encode",
     "encode_delta",
     "estimate",
+    "fold",
     "prove",
     "room_for",
     "verify",

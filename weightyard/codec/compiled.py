@@ -1,6 +1,6 @@
-"""Compiled code, where the package has it: splitting and merging planes, and Huffman coding.
+"""Compiled code, where the package has it: splitting and merging planes, folds, Huffman coding.
 
-planes.c and huffman.c are compiled when the package is built, if there is a compiler
+planes.c, fold.c and huffman.c are compiled when the package is built, if there is a compiler
 (docs/design/0012). What they do not do, NumPy and zstd do: each call says whether it was done.
 """
 
@@ -26,6 +26,7 @@ _NAMES = {
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
 _Signature = tuple[type[ctypes.c_size_t] | None, list[type[ctypes.c_void_p | ctypes.c_size_t]]]
 _SIGNATURES: dict[str, _Signature] = {
+    "fold_bytes": (None, [_POINTER, _SIZE, _POINTER, _POINTER]),
     "huffman_frame": (_SIZE, [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER]),
     "huffman_scratch_bytes": (_SIZE, []),
 }
@@ -81,6 +82,16 @@ def _call(verb: str, codec: Codec, raw: Bytes, planes: Sequence[Bytes]) -> bool:
         return False
     function(*(array.ctypes.data for array in arrays), count)
     return True
+
+
+def fold(raw: Bytes) -> tuple[int, int] | None:
+    """The two sums of these bytes, if there is compiled code for them."""
+    function = _functions.get("fold_bytes")
+    if function is None or not raw.flags.c_contiguous or raw.itemsize != 1:
+        return None
+    total, weighted = ctypes.c_uint64(), ctypes.c_uint64()
+    function(raw.ctypes.data, raw.size, ctypes.byref(total), ctypes.byref(weighted))
+    return total.value, weighted.value
 
 
 class HuffmanCoder:

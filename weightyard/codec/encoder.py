@@ -9,6 +9,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from weightyard.codec.arena import Bytes, arena
+from weightyard.codec.folding import fold
 from weightyard.codec.frames import compress_noise, compress_runs, compress_text
 from weightyard.codec.planes import split
 from weightyard.errors import Refused, TooLarge
@@ -24,7 +25,6 @@ from weightyard.format.block import (
     aligned,
     block_id,
     chunk_count,
-    fold,
     segment_checksum,
 )
 from weightyard.names import BlockId

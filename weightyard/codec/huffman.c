@@ -1,17 +1,17 @@
 /* Numbers of which some are frequent, Huffman coded: standard zstd frames without a single match.
 
    zstd's own coder counts every byte, and then codes one at a time. This one counts a sample, and
-   codes two at a time by a table of pairs. What it makes any zstd reads (RFC 8878, whose sections are
-   named below); who stores it decodes it first, by zstd. Compiled and called as planes.c is.
+   codes 32 at a time where the processor can (huffman_wide.h), else two by a table of pairs. What it
+   makes any zstd reads (RFC 8878, whose sections are named below); who stores it decodes it first, by
+   zstd. Compiled and called as planes.c is.
 
    It stays within its memory whatever the bytes are, also if someone changes them meanwhile: no entry
    of its tables has more bits than the longest code, and one that was never set has none. */
 
-#include <stddef.h>
-#include <stdint.h>
-#include <string.h>
+#include "widest.h"
 
-typedef uint8_t byte;
+#include <stddef.h>
+#include <string.h>
 
 enum {
   MAX_BITS = 11,                  /* of a code: what the format allows */
@@ -24,7 +24,7 @@ enum {
   STREAMS = 4,
   STREAM_BYTES = BLOCK_BYTES / STREAMS * MAX_BITS / 8 + 64,
   COUNT_ALL_BYTES = 64 * 1024,    /* and of more than that a sample */
-  SAMPLE_BYTES = 128, SAMPLE_STEP = 1024,
+  SAMPLE_BYTES = 64, SAMPLE_STEP = 1024,
   MAX_UNSEEN = 12,                /* symbols that get a code in case they occur */
 };
 
@@ -36,7 +36,7 @@ typedef struct {
 } scratch;
 
 typedef struct {
-  int last;                       /* the greatest symbol */
+  int first, last;                /* the least and the greatest symbol */
   int depth;                      /* bits of the longest code */
   byte bits[SYMBOLS];             /* 0: does not occur */
   uint16_t code[SYMBOLS];
@@ -110,12 +110,15 @@ static int make_tree(const uint32_t *count, tree *t)
   if (!limited(depth, n))
     return 0;
   memset(t, 0, sizeof *t);
+  t->first = SYMBOLS;
   for (int i = 0; i < n; i++) {
     t->bits[order[i]] = (byte)depth[i];
     if (depth[i] > t->depth)
       t->depth = depth[i];
     if (order[i] > t->last)
       t->last = order[i];
+    if (order[i] < t->first)
+      t->first = order[i];
   }
   unsigned code = 0;
   for (int bits = t->depth; bits > 0; bits--, code >>= 1)
@@ -135,14 +138,21 @@ static void count_bytes(const byte *data, size_t n, uint32_t counts[STREAMS][SYM
     counts[0][data[i]]++;
 }
 
+static WIDEST void limits(const byte *data, size_t n, byte *least, byte *greatest)
+{
+  byte low = 255, high = 0;
+  for (size_t i = 0; i < n; i++) {
+    low = data[i] < low ? data[i] : low;
+    high = data[i] > high ? data[i] : high;
+  }
+  *least = low, *greatest = high;
+}
+
 /* How often each symbol occurs, about; 0 only of those that do not. */
 static void count_symbols(const byte *data, size_t n, uint32_t *count, scratch *s)
 {
-  byte least = 255, greatest = 0;
-  for (size_t i = 0; i < n; i++) {
-    least = data[i] < least ? data[i] : least;
-    greatest = data[i] > greatest ? data[i] : greatest;
-  }
+  byte least, greatest;
+  limits(data, n, &least, &greatest);
   int sampled = n > COUNT_ALL_BYTES;
   for (;; sampled = 0) {
     memset(s->counts, 0, sizeof s->counts);
@@ -220,10 +230,10 @@ static size_t finish(stream *s, const byte *began)
   return (size_t)(s->out - began) + (s->held > 0);
 }
 
-/* Backwards; returns how many symbols are left, a whole number of fours. */
-static size_t code_odd(stream *s, const byte *data, size_t n, const tree *t)
+/* Backwards; returns how many symbols are left, a multiple of those that are coded at once. */
+static size_t code_odd(stream *s, const byte *data, size_t n, size_t at_once, const tree *t)
 {
-  while (n % 4) {
+  while (n % at_once) {
     byte symbol = data[--n];
     put(s, entry(t->code[symbol], t->bits[symbol]));
     store(s);
@@ -231,13 +241,15 @@ static size_t code_odd(stream *s, const byte *data, size_t n, const tree *t)
   return n;
 }
 
+#include "huffman_wide.h"
+
 /* Two at once: while one waits for its bits, the other goes on. */
 static void code_two(const byte *data, size_t step, size_t n, const tree *t, scratch *scr, int k,
                      size_t *sizes)
 {
   const byte *left = data + k * step, *right = left + step;
   stream a = {scr->streams[k], 0, 0}, b = {scr->streams[k + 1], 0, 0};
-  size_t lefts = code_odd(&a, left, step, t), rights = code_odd(&b, right, n, t);
+  size_t lefts = code_odd(&a, left, step, 4, t), rights = code_odd(&b, right, n, 4, t);
   for (; lefts && rights; lefts -= 4, rights -= 4)
     put_four(&a, left + lefts - 4, scr->pairs), put_four(&b, right + rights - 4, scr->pairs);
   for (; lefts; lefts -= 4)
@@ -389,8 +401,12 @@ static byte *code_block(const byte *data, size_t n, const tree *t, int is_first,
   if (n < LEAST_BYTES)
     return NULL;
   size_t step = (n + STREAMS - 1) / STREAMS, sizes[STREAMS], coded = 6;
-  code_two(data, step, step, t, scr, 0, sizes);
-  code_two(data, step, n - 3 * step, t, scr, 2, sizes);
+  if (is_wide(t)) {
+    code_wide(data, step, n, t, scr->streams, sizes);
+  } else {
+    code_two(data, step, step, t, scr, 0, sizes);
+    code_two(data, step, n - 3 * step, t, scr, 2, sizes);
+  }
   byte described[SYMBOLS * STATES_LOG / 8 + 64];
   size_t described_bytes = is_first ? describe(t, described) : 0;
   if (is_first && !described_bytes)
@@ -428,7 +444,8 @@ size_t huffman_frame(const byte *data, size_t n, byte *out, size_t room, void *m
   count_symbols(data, n, count, scr);
   if (!make_tree(count, &t))
     return 0;
-  make_pairs(&t, scr->pairs);
+  if (!is_wide(&t))
+    make_pairs(&t, scr->pairs);
   out = little(out, 0xFD2FB528, 4);
   *out++ = 2 << 6 | 1 << 5; /* its length in four bytes; its window is as long */
   out = little(out, n, 4);

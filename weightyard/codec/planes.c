@@ -1,26 +1,11 @@
 /* What planes.py does, in one pass instead of several: docs/format.md, section 3.
 
    Compiled when the package is built, if there is a compiler (hatch_build.py); called by
-   compiled.py. Words lie little-endian in memory that need not be aligned. Loops this plain are
-   turned into vector instructions by every compiler; on x86 glibc chooses the widest when the
-   library is loaded. */
+   compiled.py. No intrinsics: plain loops (widest.h). */
+
+#include "widest.h"
 
 #include <stddef.h>
-#include <stdint.h>
-
-#if defined(__x86_64__) && defined(__GLIBC__) && defined(__has_attribute)
-#if __has_attribute(target_clones)
-#define WIDEST __attribute__((target_clones("avx2", "default")))
-#endif
-#endif
-#ifndef WIDEST
-#define WIDEST
-#endif
-
-typedef uint8_t byte;
-typedef uint16_t word2 __attribute__((aligned(1), may_alias));
-typedef uint32_t word4 __attribute__((aligned(1), may_alias));
-typedef uint64_t word8 __attribute__((aligned(1), may_alias));
 
 WIDEST void split_bf16(const word2 *restrict words, byte *restrict p0, byte *restrict p1, size_t n)
 {

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-import numpy as np
 import xxhash
 from blake3 import blake3
 from typing_extensions import Buffer
@@ -30,8 +29,6 @@ CHUNK_BYTES = MIB
 ALIGNMENT = 16
 """Every segment of every block begins at a multiple of this in its pack."""
 
-_FOLD_COLUMNS = 4096
-_FOLD_ROWS = 32
 _U64 = (1 << 64) - 1
 _POSITION_STEP = 0x9E3779B97F4A7C15
 
@@ -215,39 +212,3 @@ def segment_checksum(stored: Buffer, block: BlockId, index: int) -> int:
     """
     start = int.from_bytes(bytes.fromhex(block.hex[:16]), "little")
     return xxhash.xxh3_64_intdigest(stored, seed=(start + index * _POSITION_STEP) & _U64)
-
-
-def fold(data: Buffer) -> Fold:
-    """The fold of these raw bytes.
-
-    Written with row and column sums, so that NumPy stays in its vector loops: with words laid in
-    rows of k, sum((i + 1) · w[i]) = k · sum(row · rowsum) + sum((column + 1) · columnsum).
-    Some rows at a time: their columns are summed while a core's cache still has them.
-    """
-    raw = np.frombuffer(memoryview(data), np.uint8)
-    whole = raw.size // (8 * _FOLD_COLUMNS) * (8 * _FOLD_COLUMNS)
-    rows = raw[:whole].view("<u8").reshape(-1, _FOLD_COLUMNS)
-    total = weighted = 0
-    for start in range(0, len(rows), _FOLD_ROWS):
-        some = rows[start : start + _FOLD_ROWS]
-        more, more_weighted = _fold_rows(some, start * _FOLD_COLUMNS)
-        total, weighted = total + more, weighted + more_weighted
-    if rest := raw.size - whole:
-        padded = np.zeros(-(-rest // 8) * 8, np.uint8)
-        padded[:rest] = raw[whole:]
-        more, more_weighted = _fold_rows(padded.view("<u8").reshape(1, -1), whole // 8)
-        total, weighted = total + more, weighted + more_weighted
-    return Fold(total & _U64, weighted & _U64)
-
-
-def _fold_rows(words: np.ndarray, before: int) -> tuple[int, int]:
-    """Fold of a matrix of words that `before` other words precede, not yet reduced."""
-    rows, columns = words.shape
-    if not rows:
-        return 0, 0
-    row_sums = words.sum(axis=1, dtype=np.uint64)
-    column_sums = words.sum(axis=0, dtype=np.uint64)
-    total = int(row_sums.sum(dtype=np.uint64))
-    by_row = int((row_sums * np.arange(rows, dtype=np.uint64)).sum(dtype=np.uint64))
-    by_column = int((column_sums * np.arange(1, columns + 1, dtype=np.uint64)).sum(dtype=np.uint64))
-    return total, columns * by_row + by_column + before * total

@@ -15,7 +15,7 @@ _U64 = (1 << 64) - 1
 
 
 def fold_where_it_lies(raw: torch.Tensor) -> Fold:
-    """As `format.block.fold`, of a flat tensor of bytes, with integer operations on its device.
+    """As `codec.fold`, of a flat tensor of bytes, with integer operations on its device.
 
     Devices have signed words only; their sums wrap as those of unsigned ones do.
     """

@@ -11,7 +11,7 @@ from typing_extensions import Buffer
 
 from weightyard import codec
 from weightyard.errors import BlockCorrupt
-from weightyard.format.block import Encoding, block_id, fold
+from weightyard.format.block import Encoding, block_id
 from weightyard.format.manifest import FileEntry, Manifest
 from weightyard.transfer.source import Source
 
@@ -53,7 +53,7 @@ def require_block(encoding: Encoding, stored: memoryview, base: Buffer | None = 
     raw = np.empty(encoding.raw_bytes, np.uint8).data
     codec.decode(encoding, stored, raw, base=base)
     codec.verify_whole(encoding, raw)
-    if fold(raw) != encoding.fold:
+    if codec.fold(raw) != encoding.fold:
         raise BlockCorrupt(f"block {encoding.block}: its fold is another")
 
 
