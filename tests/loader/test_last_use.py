@@ -11,7 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from loader_world import BERT, yard_in
+from sqlalchemy import event
 
+from weightyard.errors import NotAllowed, StoreFull
 from weightyard.yard import Yard
 
 
@@ -63,3 +65,32 @@ def test_a_load_does_not_wait_long_for_who_writes_to_the_registry(tmp_path: Path
             other.execute("ROLLBACK")
         yard.load(BERT)
         assert yard.resolve(BERT).last_used is not None
+
+
+def test_a_registry_that_can_only_be_read_is_enough_for_a_load(tmp_path: Path) -> None:
+    with yard_in(tmp_path) as yard:
+        yard.push({"w": torch.ones(3)}, BERT)
+        yard.settle()
+        event.listen(
+            yard.registry.database.engine,
+            "checkout",
+            lambda connection, *rest: connection.execute("PRAGMA query_only=ON"),
+        )
+        with pytest.raises(NotAllowed, match="readonly"):
+            yard.set_alias(BERT, "prod", 1)
+        for way in WAYS.values():
+            way(yard)
+
+
+def test_a_disk_that_is_full_is_no_reason_not_to_load(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*values: object, **named: object) -> None:
+        raise StoreFull("database: database or disk is full")
+
+    with yard_in(tmp_path) as yard:
+        yard.push({"w": torch.ones(3)}, BERT)
+        for name in ("mark_used", "take_lease"):
+            monkeypatch.setattr(yard.catalogue, name, fail)
+        for way in WAYS.values():
+            way(yard)

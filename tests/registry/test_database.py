@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import secrets
+import shutil
 import socket
 import sqlite3
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +22,7 @@ from pushing import BERT, push, push_delta
 from sqlalchemy import Connection, event, insert, make_url, select, text, update
 
 from bench.filling import MODEL, Filled, fill
-from weightyard.errors import BadSetting, Bug, RegistryUnavailable
+from weightyard.errors import BadSetting, Bug, NotAllowed, RegistryUnavailable, StoreFull
 from weightyard.format.block import block_id
 from weightyard.names import AliasName, BlockId, Ref
 from weightyard.opening import open_yard
@@ -113,6 +116,38 @@ def test_a_database_that_is_away_is_unavailable(
     silent = opened("postgresql://nobody@127.0.0.1:1/none")
     with pytest.raises(RegistryUnavailable):
         silent.write(lambda tx: tx.scalar(select(1)))
+
+
+@pytest.mark.parametrize("mode", [0o444, 0o000])
+def test_a_file_that_this_user_may_not_use_is_named_as_such(migrated: Path, mode: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        file = Path(shutil.copy(migrated, folder))
+        file.chmod(mode)
+        database = Database(f"sqlite:///{file}")
+        if is_root := os.geteuid() == 0:
+            os.seteuid(65534)  # to root nothing is forbidden
+        try:
+            with pytest.raises(NotAllowed, match=rf"{file}.*must be able to write"):
+                database.write(lambda tx: tx.execute(QUOTA))
+        finally:
+            if is_root:
+                os.seteuid(0)
+        database.close()
+
+
+def test_a_full_disk_is_said_to_be_full(
+    migrated: Path, tmp_path: Path, opened: Callable[[str], Database]
+) -> None:
+    file = shutil.copy(migrated, tmp_path)
+    database = opened(f"sqlite:///{file}")
+
+    def fill_up(tx: Connection) -> None:
+        tx.exec_driver_sql("PRAGMA max_page_count=1")  # it takes what is there already
+        tx.execute(insert(schema.quotas).values(project="x" * 10**7))
+
+    with pytest.raises(StoreFull, match=rf"{file}.*make room"):
+        database.write(fill_up)
 
 
 def test_a_user_without_rights_is_a_matter_of_setting_up(

@@ -16,7 +16,7 @@ from service_world import LIMIT_S, World, push, push_file
 from sqlalchemy import update
 from waiting import eventually
 
-from weightyard.errors import RegistryUnavailable
+from weightyard.errors import NotAllowed, RegistryUnavailable, StoreFull, YardError
 from weightyard.format.block import MIB
 from weightyard.names import Digest, PackId
 from weightyard.registry import schema
@@ -302,11 +302,12 @@ def test_reading_a_file_is_a_use_of_the_version(world: World, data: bytes) -> No
     assert world.call("GET", version).json()["last_used"] is not None
 
 
+@pytest.mark.parametrize("why", [RegistryUnavailable, NotAllowed, StoreFull])
 def test_a_use_that_cannot_be_noted_keeps_nobody_from_reading(
-    world: World, data: bytes, monkeypatch: pytest.MonkeyPatch
+    world: World, data: bytes, monkeypatch: pytest.MonkeyPatch, why: type[YardError]
 ) -> None:
     def fail(*values: object) -> None:
-        raise RegistryUnavailable("database: it is read-only for now")
+        raise why("database: it is read-only for now")
 
     monkeypatch.setattr(world.registry, "note_token_use", fail)
     monkeypatch.setattr(world.registry, "mark_used", fail)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
-from weightyard.errors import NoSuchThing, NotAllowed, Retryable, YardError
+from weightyard.errors import NoSuchThing, NotAllowed, Retryable, StoreFull, YardError
 from weightyard.logs import Log
 from weightyard.names import Ref
 from weightyard.storage.deadline import NEVER, Deadline
@@ -38,7 +38,7 @@ def held(catalogue: Catalogue, ref: str, deadline: Deadline = NEVER) -> Iterator
     lease = _Lease(catalogue, ref)
     try:
         lease.take(deadline.part(_TAKING))
-    except (Retryable, NotAllowed) as why:
+    except (Retryable, NotAllowed, StoreFull) as why:
         _log.warning("lease.not_taken", version=ref, reason=why)
     lease.keep()
     try:

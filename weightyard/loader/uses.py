@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from weightyard.errors import NoSuchThing, NotAllowed, Retryable
+from weightyard.errors import NoSuchThing, NotAllowed, Retryable, StoreFull
 from weightyard.loader.recent import Recent
 from weightyard.loader.remembered import Remembered
 from weightyard.logs import Log
@@ -44,7 +44,7 @@ class Uses:
         try:
             left_s = deadline.part(_NOTING).left_at_most(_NOTING_S, f"noting a use of {ref}")
             self._catalogue.mark_used(Ref.parse(version.ref), within_s=left_s)
-        except (Retryable, NotAllowed, NoSuchThing) as why:
+        except (Retryable, NotAllowed, StoreFull, NoSuchThing) as why:
             _log.warning("version.use_not_noted", version=version.ref, reason=why)
         else:
             self._marked.keep(version.ref, now, 1)

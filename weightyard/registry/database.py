@@ -36,7 +36,7 @@ from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeEngine
 
 from weightyard import jitter
-from weightyard.errors import BadSetting, Bug, RegistryUnavailable, YardError
+from weightyard.errors import BadSetting, Bug, NotAllowed, RegistryUnavailable, StoreFull, YardError
 from weightyard.logs import Log
 
 _log = Log(__name__)
@@ -128,7 +128,8 @@ class Database:
         On SQLite nothing else writes meanwhile. Where the database says that nothing happened
         (a deadlock, a busy file), the work is run again: it must have no effect but on the
         database. Raises RegistryUnavailable; after that, whether it happened is unknown.
-        Raises Bug for a statement that is wrong: nothing happened, and trying again is no use.
+        Trying again is no use, and nothing happened, after NotAllowed and StoreFull (of SQLite's
+        file), BadSetting (of PostgreSQL's rights), and Bug, for a statement that is wrong.
         """
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -136,7 +137,7 @@ class Database:
                     return work(connection)
             except exc.DBAPIError as why:
                 if not _is_worth_another_go(why, attempt):
-                    raise _as_ours(why) from why
+                    raise self._as_ours(why) from why
                 _log.info("registry.tried_again", attempt=attempt, reason=_said(why))
                 time.sleep(jitter.up_to(0.02 * 2**attempt))
         raise AssertionError("unreachable")
@@ -151,7 +152,7 @@ class Database:
     def write_soon(self, work: Callable[[Connection], _T], within_s: float) -> _T:
         """As `write`, for what nobody should wait for long, and only once.
 
-        `within_s`: how long to wait while others write. Raises RegistryUnavailable.
+        `within_s`: how long to wait while others write. Raises as `write`.
         """
         try:
             with (
@@ -163,18 +164,18 @@ class Database:
                     connection.exec_driver_sql(f"SET LOCAL lock_timeout = {1000 * within_s:.0f}")
                 return work(connection)
         except exc.DBAPIError as why:
-            raise _as_ours(why) from why
+            raise self._as_ours(why) from why
 
     def read(self, work: Callable[[Connection], _T]) -> _T:
         """Run work that changes nothing, on one consistent view.
 
-        Raises RegistryUnavailable; Bug for a statement that is wrong.
+        Raises as `write`.
         """
         try:
             with self._connected(write=False) as connection, connection.begin():
                 return work(connection)
         except exc.DBAPIError as why:
-            raise _as_ours(why) from why
+            raise self._as_ours(why) from why
 
     def ask(self, work: Callable[[Connection], _T]) -> _T:
         """As `read`, for work that is one statement: it sees one view without a transaction.
@@ -185,7 +186,7 @@ class Database:
             with self._connected(write=None) as connection:
                 return work(connection)
         except exc.DBAPIError as why:
-            raise _as_ours(why) from why
+            raise self._as_ours(why) from why
 
     def stamp(self) -> tuple[int, ...] | None:
         """Is another one whenever anything was committed; None where that is not told at once.
@@ -246,6 +247,22 @@ class Database:
             yield
         finally:
             driver.execute(f"PRAGMA busy_timeout={_BUSY_S}000")
+
+    def _as_ours(self, why: exc.DBAPIError) -> YardError:
+        """What a database's error means to callers: it is away, set up wrongly, or misused."""
+        said = f"database: {_said(why)}"
+        if getattr(why.orig, "sqlstate", None) == _FORBIDDEN:
+            return BadSetting(f"{said}: grant it to the user of the database's URL")
+        # SQLite has one class for a file that is locked, a disk that is full and a wrong statement.
+        code = getattr(why.orig, "sqlite_errorcode", None)
+        if code == sqlite3.SQLITE_FULL:
+            return StoreFull(f"{said}: {self.url.database}: make room on its disk")
+        if code is not None and _is_forbidden(code, str(self.url.database)):
+            return NotAllowed(
+                f"{said}: {self.url.database}: this user must be able to write it and its folder"
+            )
+        is_mistake = isinstance(why, _MISTAKES) or code == sqlite3.SQLITE_ERROR
+        return Bug(said) if is_mistake else RegistryUnavailable(said)
 
     def files_in(self, folder: Path | None) -> str | None:
         """How the names of its files in a folder begin; None: it has none there.
@@ -389,15 +406,17 @@ def _is_worth_another_go(why: exc.DBAPIError, attempt: int) -> bool:
     return attempt < {_MET: _MEETINGS}.get(state, _ATTEMPTS if state in _TRY_AGAIN else 0)
 
 
-def _as_ours(why: exc.DBAPIError) -> YardError:
-    """What a database's error means to callers: it is away, set up wrongly, or asked nonsense."""
-    said = f"database: {_said(why)}"
-    if getattr(why.orig, "sqlstate", None) == _FORBIDDEN:
-        return BadSetting(f"{said}: grant it to the user of the database's URL")
-    # SQLite has one class for a file that is locked, a disk that is full and a wrong statement.
-    code = getattr(why.orig, "sqlite_errorcode", None)
-    is_mistake = isinstance(why, _MISTAKES) or code == sqlite3.SQLITE_ERROR
-    return Bug(said) if is_mistake else RegistryUnavailable(said)
+def _is_forbidden(code: int, file: str) -> bool:
+    """Whether SQLite was kept from a file by permissions, or a disk that can only be read."""
+    match code & 0xFF:  # what is above says more about it
+        case sqlite3.SQLITE_READONLY:
+            return code != sqlite3.SQLITE_READONLY_DBMOVED  # another file took its place
+        case sqlite3.SQLITE_CANTOPEN:  # also if its folder is away, or too many files are open
+            used = [folder] if os.path.isdir(folder := os.path.dirname(file) or ".") else []
+            used += [file] if os.path.exists(file) else []
+            mode = os.R_OK | os.W_OK
+            return not all(os.access(one, mode, effective_ids=True) for one in used)
+    return False
 
 
 def _said(why: exc.DBAPIError) -> str:

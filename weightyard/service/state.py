@@ -12,7 +12,7 @@ import anyio.to_thread
 from anyio import CapacityLimiter
 from fastapi import Depends, Request
 
-from weightyard.errors import Retryable
+from weightyard.errors import NotAllowed, Retryable, StoreFull
 from weightyard.logs import Log
 from weightyard.registry.binding import Bound
 from weightyard.registry.registry import Registry
@@ -103,7 +103,7 @@ class Service:
             return
         try:
             await self.ask(note, *values, **named)
-        except Retryable as why:
+        except (Retryable, NotAllowed, StoreFull) as why:
             _log.warning("use.not_noted", name=name, reason=why)
 
     async def move(self, call: Callable[_P, _T], *values: _P.args, **named: _P.kwargs) -> _T:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Header, Path, Request, Response
 from fastapi.openapi.models import Example
 
-from weightyard.errors import Refused, Retryable
+from weightyard.errors import Refused, Retryable, StoreFull
 from weightyard.logs import Log
 from weightyard.names import AliasName, Digest, FilePath, PackId, Ref
 from weightyard.records import Publication, Role, Version
@@ -271,7 +271,7 @@ async def _kept_alive(yard: Service, upload: RegistryUpload) -> AsyncIterator[No
             await asyncio.sleep(_HEARTBEAT_S)
             try:
                 await yard.ask(upload.heartbeat)
-            except Retryable as why:
+            except (Retryable, StoreFull) as why:
                 _log.warning("upload.heartbeat_failed", upload=upload.id, reason=why)
 
     task = asyncio.create_task(beat())
