@@ -150,6 +150,32 @@ def test_a_full_disk_is_said_to_be_full(
         database.write(fill_up)
 
 
+@pytest.mark.parametrize(
+    ("option", "named"),
+    [
+        ("nonsense=1", '"nonsense"'),
+        ("connect_timeout=abc", "connect_timeout"),
+        ("sslmode=maybe", "sslmode"),
+        ("port=xyz", "port"),
+        ("plugin=xyz", "xyz"),
+    ],
+)
+def test_a_wrong_option_of_the_url_is_named_and_its_password_is_not(
+    opened: Callable[[str], Database], option: str, named: str
+) -> None:
+    with pytest.raises(BadSetting, match=f"the database's URL: .*{named}") as caught:
+        opened(f"postgresql://alice:hunter2@127.0.0.1:1/yard?{option}").read(
+            lambda tx: tx.scalar(select(1))
+        )
+    assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize("url", ["sqlite:///yard.db?timeout=abc", "sqlite://host/yard.db"])
+def test_a_url_that_sqlite_cannot_take_is_refused(url: str) -> None:
+    with pytest.raises(BadSetting, match="the database's URL: "):
+        Database(url)
+
+
 def test_a_user_without_rights_is_a_matter_of_setting_up(
     postgres: Callable[[], str], opened: Callable[[str], Database]
 ) -> None:

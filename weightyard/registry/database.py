@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sqlite3
 import threading
 import time
@@ -67,6 +68,8 @@ Without them a host that vanished is waited for until the kernel gives up, a qua
 _LOCK_TIMEOUT = "60s"
 """PostgreSQL: how long a statement may wait for others; then the transaction is run again."""
 _FORBIDDEN = "42501"
+_INVALID = re.compile("connection is bad: invalid .* value")
+"""What libpq says of an option, before it connects; it has no code."""
 _MISTAKES = (exc.ProgrammingError, exc.IntegrityError, exc.DataError, exc.NotSupportedError)
 """What no database says of itself, only of what it was asked."""
 
@@ -104,7 +107,10 @@ class Database:
         self.is_sqlite = self.url.get_backend_name() == "sqlite"
         if self.url.drivername not in _DRIVERS:
             raise BadSetting(f"database {self.url.drivername}: use sqlite:/// or postgresql://")
-        self.engine = self._make_engine()
+        try:
+            self.engine = self._make_engine()
+        except (exc.ArgumentError, ValueError) as why:
+            raise _bad_url(why) from None
         self._watching: sqlite3.Connection | None = None
         self._watched: tuple[int, int] | None = None
         self._watch_lock = threading.Lock()
@@ -301,12 +307,19 @@ class Database:
 def _connect_postgresql(
     dialect: Dialect, record: object, arguments: list[Any], named: dict[str, Any]
 ) -> Any:
-    """Connects. Raises BadSetting for a database that cannot keep every text.
+    """Connects. Raises BadSetting for a wrong option, or a database that cannot keep every text.
 
     PostgreSQL makes one in SQL_ASCII where the server's locale is C. It gives texts back as bytes,
     which fails far from its cause.
     """
-    connection: Any = dialect.connect(*arguments, **named)
+    try:
+        connection: Any = dialect.connect(*arguments, **named)
+    except dialect.loaded_dbapi.ProgrammingError as why:  # an option that libpq does not know
+        raise _bad_url(why) from None
+    except dialect.loaded_dbapi.OperationalError as why:
+        if _INVALID.match(str(why)):
+            raise _bad_url(why) from None
+        raise
     encoding = connection.info.parameter_status("server_encoding")
     if encoding not in (None, "UTF8"):  # a proxy in between may not tell
         connection.close()
@@ -316,6 +329,10 @@ def _connect_postgresql(
         )
     _limit_waiting(connection)
     return connection
+
+
+def _bad_url(why: Exception) -> BadSetting:
+    return BadSetting(f"the database's URL: {str(why).partition(chr(10))[0][:300]}")
 
 
 def _limit_waiting(connection: Any) -> None:
