@@ -152,6 +152,9 @@ def test_looking_at_a_database_that_is_not_there_does_not_make_it(cli: Cli, tmp_
     said = cli("db", "current", "--db", f"sqlite:///{tmp_path}/typo.db", "--json")
     assert (said.code, json.loads(said.out)["schema"]) == (1, None)
     assert "db upgrade" in cli("db", "current").out
+    assert "db upgrade" in cli("--yard", tmp_path / "typo", "db", "current").out
+    assert not (tmp_path / "typo").exists()
+    assert not (tmp_path / "home").exists()
     assert not [*tmp_path.rglob("*.db*")]
 
 

@@ -60,7 +60,7 @@ def current(session: Session, db: _Db = None) -> None:
     """
     from weightyard.registry import migrate
 
-    with opened_database(session, db) as database:
+    with opened_database(session, db, make=False) as database:
         schema = migrate.current(database) if database.is_there else None
         newest = migrate.newest()
         result = {
@@ -78,9 +78,12 @@ def current(session: Session, db: _Db = None) -> None:
 
 
 @contextmanager
-def opened_database(session: Session, db: str | None) -> Iterator[Database]:
-    """The database named, or else the one of the session's store; its schema may be any."""
-    from weightyard.opening import open_database, store_url
+def opened_database(session: Session, db: str | None, *, make: bool = True) -> Iterator[Database]:
+    """The database named, or else the one of the session's store; its schema may be any.
+
+    `make`: the folder of one that is new.
+    """
+    from weightyard.opening import database_url, open_database, store_url
     from weightyard.registry.database import Database
     from weightyard.storage.opening import open_store
 
@@ -89,7 +92,9 @@ def opened_database(session: Session, db: str | None) -> Iterator[Database]:
         database = Database(url)
     else:
         with open_store(store_url(session.url, settings), settings) as store:
-            database = open_database(store, settings)
+            database = (
+                open_database(store, settings) if make else Database(database_url(store, settings))
+            )
     try:
         yield database
     finally:
