@@ -9,11 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from service_world import World, make_world, served
 
 import weightyard
 from weightyard import Yard
 from weightyard.errors import AliasMoved, BadSetting, InvalidName, NoSuchThing, Refused
+from weightyard.loader.snapshots import open_snapshot
 from weightyard.names import FilePath
 from weightyard.opening import open_yard
 from weightyard.settings import Settings
@@ -310,3 +312,18 @@ def test_a_closed_yard_refuses_whatever_is_asked_of_it(yard: Yard, model: Path) 
 def test_no_name_is_not_taken_for_the_default_yard(nothing: str) -> None:
     with pytest.raises(BadSetting, match=r"empty; .* leave it out"):
         weightyard.open(nothing)
+
+
+@pytest.mark.parametrize("path", ["a\0b", "a\ud800"])
+def test_what_cannot_be_a_path_is_refused_as_such(tmp_path: Path, path: str) -> None:
+    with open_yard(tmp_path / "yard", settings=Settings(cache=tmp_path / "cache")) as yard:
+        yard.push({"w": torch.ones(3)}, BERT)
+        uses: list[Callable[[], object]] = [
+            lambda: yard.pull(BERT, path),
+            lambda: yard.push(path, BERT),
+            lambda: weightyard.open(path),
+            lambda: open_snapshot(path),
+        ]
+        for use in uses:
+            with pytest.raises(Refused, match="cannot be a"):
+                use()

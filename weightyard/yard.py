@@ -41,7 +41,7 @@ from weightyard.records import (
 from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.deadline import NEVER, Deadline
-from weightyard.storage.local import require_named, require_no_file
+from weightyard.storage.local import require_no_file, require_path
 from weightyard.storage.opening import folder_of
 from weightyard.storage.store import Store
 from weightyard.transfer.appearing import appearing
@@ -255,7 +255,7 @@ class Yard(Catalogued, Loads, Closing):
                 f"a {type(source).__name__} cannot be pushed: give a folder, a file, or tensors by "
                 "name such as module.state_dict()"
             )
-        require_named(source)
+        require_path(source)
         return gather_files(
             source,
             self.block_bytes,
@@ -290,7 +290,7 @@ class Yard(Catalogued, Loads, Closing):
         pull that was interrupted can be repeated. Raises NoSuchThing, Conflict (another file is
         there), Refused, Unsupported (a dtype such a file cannot have), Damaged, Retryable.
         """
-        require_named(dir)
+        require_path(dir)
         version = self._version_to_use(ref)
         manifest = self._manifest_of(version)
         target = Path(dir)

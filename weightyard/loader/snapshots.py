@@ -42,6 +42,7 @@ from weightyard.logs import Log
 from weightyard.names import Digest, FilePath
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.final_name import sync
+from weightyard.storage.local import require_path
 from weightyard.transfer.source import translated
 
 if TYPE_CHECKING:
@@ -339,6 +340,7 @@ def open_snapshot(path: str | Path) -> dict[str, torch.Tensor]:
     What is done to them never reaches the files, and they outlive the snapshot. Raises NoSuchThing,
     Refused if two files have a tensor of the same name, Damaged.
     """
+    require_path(path)
     folder = Path(path).expanduser().absolute()
     place = Place.at(folder)
     snapshot = Snapshots(folder.parent.parent).open(place) if place is not None else None

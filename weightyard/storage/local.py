@@ -279,13 +279,19 @@ def _require_known(ownership: Ownership) -> None:
             raise BadSetting(f"this host knows no {kind} of the name {name!a}") from None
 
 
-def require_named(path: str | Path) -> None:
-    """See that a path is not empty, which Python takes for the folder one is in. Raises Refused.
+def require_path(path: str | Path) -> None:
+    """See that a path is one, and not empty: Python takes that for the folder one is in.
 
     A variable of a script was not set: what was meant for one folder would be done to another.
+    Raises Refused.
     """
     if not str(path).strip():
         raise Refused("the path is empty; for the folder you are in say '.'")
+    try:
+        if b"\0" in os.fsencode(path):
+            raise ValueError("it has a NUL")
+    except ValueError as why:
+        raise Refused(f"{str(path)!a} cannot be a path: {why}") from None
 
 
 def require_no_file(folder: Path) -> None:

@@ -64,7 +64,7 @@ def folder_at(path: str) -> Path:
     if "://" in path:
         raise BadSetting(f"{path!a} is neither a folder nor a URL: are there signs before it?")
     try:
-        if "\0" in path:
+        if b"\0" in os.fsencode(path):
             raise ValueError("it has a NUL")
         return Path(path).expanduser().absolute()
     except (ValueError, RuntimeError) as why:  # `~name` of nobody
