@@ -152,3 +152,25 @@ def test_a_rate_is_written_as_other_sizes_are(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("WEIGHTYARD_MAX_RATE", wrong)
         with pytest.raises(BadSetting, match="MAX_RATE"):
             Settings()
+
+
+PATHS = (
+    "WEIGHTYARD_HOME", "WEIGHTYARD_CACHE", "WEIGHTYARD_SPOOL", "WEIGHTYARD_HADOOP_CONF_DIR",
+    "HADOOP_HOME", "ARROW_LIBHDFS_DIR", "JAVA_HOME",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("variable", PATHS)
+def test_a_folder_of_a_user_that_is_not_is_refused_by_its_variable(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "~nobody-of-this-name/x")
+    with pytest.raises(BadSetting, match=f"^{variable}: .*nobody-of-this-name"):
+        Settings()
+
+
+def test_a_folder_may_begin_at_home(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/alice")
+    monkeypatch.setenv("WEIGHTYARD_SPOOL", "~/spool")
+    assert Settings(cache=Path("~/cache")).cache == Path("/home/alice/cache")
+    assert Settings().spool == Path("/home/alice/spool")

@@ -145,6 +145,16 @@ class Settings(BaseSettings):
     def _parse_size(cls, value: Any) -> Any:
         return parse_size(value) if isinstance(value, str) else value
 
+    @field_validator(
+        "home", "cache", "spool", "hadoop_conf_dir", "hadoop_home", "libhdfs_dir", "java_home"
+    )
+    @classmethod
+    def _is_a_path(cls, value: Path | None) -> Path | None:
+        try:
+            return value and value.expanduser()
+        except RuntimeError:  # `~name` of nobody
+            raise ValueError(f"this host knows no home for {str(value)[:80]!a}") from None
+
     @field_validator("location")
     @classmethod
     def _is_in_a_topology(cls, value: str | None) -> str | None:
