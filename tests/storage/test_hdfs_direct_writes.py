@@ -23,9 +23,13 @@ from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.hdfs import direct_writes, pipeline
 from weightyard.storage.hdfs.direct_writes import DirectWrites
+from weightyard.storage.hdfs.lookup import Lookup
+from weightyard.storage.hdfs.new_files import NewBlock, Target
 from weightyard.storage.hdfs.pipeline import CHECKSUM_BYTES, PACKET_BYTES
+from weightyard.storage.hdfs.protobuf import delimited, varint_field
 from weightyard.storage.hdfs.rpc import NameNodeCalls
 from weightyard.storage.hdfs.store import HdfsStore
+from weightyard.storage.hdfs.wire import BlockAccess, Status
 from weightyard.storage.retry import RetryingStore
 from weightyard.storage.store import FileOptions, Read, ReadPath, Stage, StorePath
 from weightyard.testing.cluster import Daemon, MiniCluster
@@ -197,6 +201,52 @@ def test_a_writer_that_takes_its_time_keeps_the_datanodes_waiting(
         staged = stage.close()
     assert get(store, staged.path) == content
     eventually(lambda: "weightyard-beats" not in [one.name for one in threading.enumerate()])
+
+
+@contextlib.contextmanager
+def _datanode(nonsense: bytes) -> Iterator[tuple[Target, list[bytes]]]:
+    """Takes a block, and says some nonsense and hangs up if there is any. What it was sent."""
+    sent: list[bytes] = []
+
+    def serve() -> None:
+        connection, _ = server.accept()
+        with connection:
+            connection.recv(1 << 16)
+            connection.sendall(delimited(varint_field(1, Status.SUCCESS)))
+            while part := connection.recv(1 << 16):
+                sent.append(part)
+                if nonsense:
+                    connection.sendall(nonsense)
+                    return
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=serve)
+        thread.start()
+        where = f"127.0.0.1:{server.getsockname()[1]}"
+        yield Target(where, (where,), b"", 0, ""), sent
+        thread.join(LIMIT_S)
+
+
+def test_a_datanode_that_talks_nonsense_costs_no_other_writer_its_heartbeats(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pipeline, "_BEAT_S", 0.0)
+    monkeypatch.setattr(direct_writes, "_BEAT_EVERY_S", 0.02)
+    beats, lookup, access = direct_writes._Beats(), Lookup(), BlockAccess("BP-1", 1, 1, 0)
+    with _datanode(delimited(b"\xff")) as (odd, _), _datanode(b"") as (sound, sent):
+        blocks = [
+            pipeline.Pipeline(NewBlock(access, (one,)), "client", lookup, stall_s=LIMIT_S)
+            for one in (odd, sound)
+        ]
+        for block in blocks:
+            beats.add(block)
+        # Who writes to a socket that was closed learns that by the second write, and then looks
+        # what was said last.
+        eventually(lambda: len(sent) > 10, LIMIT_S / 4)
+        for block in blocks:
+            beats.remove(block)
+            block.close()
+    lookup.close()
 
 
 @pytest.mark.cluster
