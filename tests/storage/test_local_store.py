@@ -147,6 +147,20 @@ def test_a_folder_without_write_permission_is_not_allowed(reachable: LocalStore)
         stage(reachable, b"x")
 
 
+def test_a_file_whose_mode_cannot_be_set_leaves_neither_a_descriptor_nor_itself(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*values: object) -> None:  # as some file systems of other hosts do
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "fchmod", refuse)
+    upload, before = UploadId.new(), os.listdir("/proc/self/fd")
+    with pytest.raises(NotAllowed):
+        store.stage(layout.staging(upload, "f"))
+    assert os.listdir("/proc/self/fd") == before
+    assert files_of(store, upload) == []
+
+
 def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(reachable: LocalStore) -> None:
     path = put(reachable, b"x")
     (reachable.folder / path.text).parent.chmod(0o300)

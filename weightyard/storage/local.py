@@ -102,8 +102,13 @@ class LocalStore(Store):
         with _translated(target):
             self._make_folder(target.parent)
             file = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC)
-            os.fchmod(file, self._folder_mode() & 0o666)
-        return _LocalStage(path, target, file)
+            stage = _LocalStage(path, target, file)
+            try:
+                os.fchmod(file, self._folder_mode() & 0o666)
+            except OSError:
+                stage.abort()
+                raise
+        return stage
 
     def publish(self, staged: StagedFile, path: StorePath) -> None:
         source, target = self._at(staged.path), self._at(path)
