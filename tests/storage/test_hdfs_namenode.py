@@ -112,6 +112,21 @@ def test_datanodes_are_reached_by_host_name_where_configured() -> None:
     assert parse(_TWO, by_host=True).spans[0].replicas[0].datanode == "one:9866"
 
 
+@pytest.mark.parametrize(
+    ("address", "datanode"),
+    [
+        ("10.0.0.1", "10.0.0.1:9866"),
+        ("fd00::1", "[fd00::1]:9866"),
+        ("fe80::1%eth0", "[fe80::1%eth0]:9866"),
+        ("::ffff:10.0.0.1", "[::ffff:10.0.0.1]:9866"),
+        ("", "one:9866"),
+    ],
+)
+def test_datanodes_are_reached_by_address_where_they_have_one(address: str, datanode: str) -> None:
+    location = parse(answer(5, block(0, 5, node("one", ipAddr=address))))
+    assert location.spans[0].replicas[0].datanode == datanode
+
+
 def test_a_datanode_not_heard_of_is_marked_stale() -> None:
     now_s = _HEARD_S + STALE_S
     assert parse(_TWO, now_s=now_s - 2).spans[0].replicas[0].state == "normal"
@@ -137,6 +152,9 @@ def test_a_gateways_answer_without_block_ids_still_locates() -> None:
         answer(1024, block(0, 512), block(256, 768)),
         answer(512, block(0, 512, node("one", xferPort=70000))),
         answer(512, block(0, 512, node("o\nne"))),
+        answer(512, block(0, 512, node("one", ipAddr="10.0.0.1@elsewhere"))),
+        answer(512, block(0, 512, node("one", ipAddr="elsewhere.example"))),
+        answer(512, block(0, 512, node("one", ipAddr=":" * 100))),
         answer(-1, block(0, -1)),
         answer(2**70, block(0, 2**70)),
         answer(512, block(0, 512), isUnderConstruction=True),

@@ -50,6 +50,13 @@ _Length = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _Id = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _Port = Annotated[int, msgspec.Meta(ge=1, le=65535)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[!-~]*$")]
+_Address = Annotated[
+    str,
+    msgspec.Meta(
+        max_length=64,
+        pattern=r"^([0-9]{1,3}(\.[0-9]{1,3}){3}|[0-9A-Fa-f]*:[0-9A-Fa-f:.]*(%[0-9A-Za-z._-]+)?|)\Z",
+    ),
+]
 _TokenText = Annotated[str, msgspec.Meta(max_length=32 * 1024)]
 
 
@@ -230,7 +237,7 @@ class _Token(msgspec.Struct, rename="camel"):
 class _Node(msgspec.Struct, rename="camel"):
     host_name: _Name
     xfer_port: _Port
-    ip_addr: str = ""
+    ip_addr: _Address = ""
     network_location: _Name = "/default-rack"
     admin_state: _Name = "NORMAL"
     last_update: _Length = 0
