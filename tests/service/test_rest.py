@@ -113,6 +113,18 @@ def test_a_version_changes_only_as_it_was_read(two: World) -> None:
     assert two.call("PATCH", path, json={"digest": "x"}).status_code == 422
 
 
+def test_a_client_that_has_many_versions_of_an_answer_is_not_sent_it_again(two: World) -> None:
+    tag = two.call("GET", BERT).headers["etag"]
+    many = ", ".join([*(f'"{number:032x}"' for number in range(800)), tag])
+    assert len(many) > 24_000
+    assert two.call("GET", BERT, headers={"If-None-Match": many}).status_code == 304
+    changed = two.call("PATCH", f"{BERT}/versions/1", json={}, headers={"If-Match": many})
+    assert (changed.status_code, changed.json()["code"]) == (400, "refused")
+    assert "one ETag" in changed.json()["detail"]
+    too_many = two.call("GET", BERT, headers={"If-None-Match": 2 * many})
+    assert (too_many.status_code, too_many.json()["code"]) == (413, "too-large")
+
+
 def test_what_the_client_has_is_not_sent_again(two: World) -> None:
     tags = {}
     for path in (BERT, f"{BERT}/resolve/prod", f"{BERT}/aliases/prod", f"{BERT}/versions/2"):

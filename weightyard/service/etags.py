@@ -14,11 +14,10 @@ from weightyard.transfer.catalogue import ANYTHING, Anything
 
 _TAG = re.compile(r'(?:W/)?"([\x21\x23-\x7e]{0,128})"')
 
-IfMatch = Annotated[
-    str | None, Header(max_length=200, description="Do it only if this is the ETag now")
-]
+# As long as all headers together may be: whoever kept many answers names the ETags of all.
+IfMatch = Annotated[str | None, Header(description="Do it only if this is the ETag now")]
 IfNoneMatch = Annotated[
-    str | None, Header(max_length=200, description="`*`: only if there is nothing yet; or an ETag")
+    str | None, Header(description="`*`: only if there is nothing yet; or ETags")
 ]
 
 
