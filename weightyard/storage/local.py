@@ -171,7 +171,7 @@ class LocalStore(Store):
                     target.rmdir()
                 else:
                     target.unlink()
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return False
             except OSError as why:
                 if why.errno == errno.ENOTEMPTY:
@@ -195,7 +195,8 @@ class LocalStore(Store):
         """
 
         def fail(why: OSError) -> None:
-            if not isinstance(why, FileNotFoundError):  # which was removed meanwhile
+            # Removed meanwhile, or a file: nothing is below that.
+            if not isinstance(why, FileNotFoundError | NotADirectoryError):
                 raise why
 
         top = self._at(folder)

@@ -207,7 +207,7 @@ class Store(Closing):
         """Open a new file under a staging name that was never used before.
 
         What already has that name stays untouched. Raises AlreadyThere (choose another name: an
-        earlier writer may still hold this one).
+        earlier writer may still hold this one), FileMissing if a file has the name of its folder.
         """
 
     @abstractmethod
@@ -215,7 +215,8 @@ class Store(Closing):
         """Give a staged file its final name, or leave it staged.
 
         Atomic; never overwrites; makes missing folders. Raises AlreadyThere if `path` exists (read
-        back and compare), FileMissing if the staged file does not.
+        back and compare), FileMissing if the staged file does not, or a file has the name of the
+        folder of `path`.
         """
 
     @abstractmethod
@@ -224,7 +225,10 @@ class Store(Closing):
 
     @abstractmethod
     def list(self, folder: StorePath) -> Iterator[FileStat]:
-        """All files below a folder, at any depth, in no order. A missing folder has none."""
+        """All files below a folder, at any depth, in no order.
+
+        A missing folder has none, nor has a file.
+        """
 
     @abstractmethod
     def top(self) -> Sequence[StorePath]:

@@ -253,6 +253,25 @@ class StoreContract:
             ready.adjust(path, FileOptions(replication=1))
         assert ready.delete(path) is False
 
+    @pytest.mark.parametrize("below", ["x", "x/y"])
+    def test_below_a_file_nothing_is_and_nothing_can_be(self, ready: Store, below: str) -> None:
+        file, staged, upload = put(ready, _BYTES), stage(ready, b"x"), UploadId.new()
+        path = StorePath(f"{file}/{below}")
+        for call in (ready.stat, ready.locate):
+            with pytest.raises(FileMissing):
+                call(path)
+        with pytest.raises(FileMissing):
+            ready.adjust(path, FileOptions(replication=1))
+        with pytest.raises(FileMissing):
+            ready.publish(staged, path)
+        assert get(ready, staged.path) == b"x", "it stays staged"
+        ready.publish(staged, layout.staging_folder(upload))
+        with pytest.raises(FileMissing):
+            ready.stage(layout.staging(upload, "file"))
+        assert ready.delete(path) is False
+        assert list(ready.list(path)) == list(ready.list(file)) == []
+        assert get(ready, file) == _BYTES
+
     def test_a_file_deleted_after_locating_is_an_error_or_still_itself(self, ready: Store) -> None:
         """A location outlives its file: where copies go in the store's own time (the blocks of
         HDFS), it may be read for a while yet. What it never gives is other bytes."""

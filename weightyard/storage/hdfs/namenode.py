@@ -29,6 +29,7 @@ from weightyard.errors import (
 )
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.hdfs.configuration import Cluster
+from weightyard.storage.hdfs.remote import BELOW_A_FILE
 from weightyard.storage.hdfs.tickets import TicketAuth
 from weightyard.storage.hdfs.wire import BlockAccess, BlockToken
 from weightyard.storage.store import Location, Replica, Span, StorePath
@@ -417,6 +418,8 @@ def _translated(path: StorePath | str) -> Iterator[None]:
             kind = NotAllowed
         elif "Cannot find a block policy" in str(why):  # all that a gateway says
             kind = Unsupported
+        elif BELOW_A_FILE in str(why):
+            kind = FileMissing
         first_line = str(why).split("\n", 1)[0]
         raise kind(f"{path}: {first_line[:500]}") from None
     except (requests.RequestException, HTTPError) as why:

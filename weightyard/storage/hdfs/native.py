@@ -87,7 +87,10 @@ class Namespace:
                     yield entry
 
     def make_folder(self, folder: str, mode: int) -> None:
-        """Make a folder and those above it that are missing, each with this very mode."""
+        """Make a folder and those above it that are missing, each with this very mode.
+
+        Raises FileMissing if there is a file instead.
+        """
         if folder in self._known or not folder:
             return
 
@@ -101,7 +104,10 @@ class Namespace:
 
         def make() -> None:
             # Does nothing to a folder that is there: whether it is need not be asked.
-            self.call(f"making {folder}", lambda client: client.mkdirs(folder, mode, False))
+            try:
+                self.call(f"making {folder}", lambda client: client.mkdirs(folder, mode, False))
+            except AlreadyThere:
+                raise FileMissing(f"{folder} is a file, not a folder") from None
 
         try:
             try:
@@ -148,7 +154,7 @@ class Namespace:
         self.forget(path)
         try:
             return self.call(f"deleting {path}", lambda client: client.delete(path, False))
-        except NotEmpty:
+        except (NotEmpty, FileMissing):  # it may lie below a file
             return False
 
     def set_replication(self, path: str, replication: int) -> None:

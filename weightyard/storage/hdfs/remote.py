@@ -40,6 +40,9 @@ class NotYet(StoreUnavailable):
     """The block before is not on enough DataNodes yet, by what they have told."""
 
 
+BELOW_A_FILE = "(is not a directory)"
+"""What a NameNode says of a path below a file: for most calls as if it were forbidden."""
+
 _BY_JAVA_CLASS: dict[str, type[YardError]] = {
     "FileNotFoundException": FileMissing,
     "ParentNotDirectoryException": FileMissing,
@@ -72,6 +75,8 @@ def error(doing: str, java_class: str, message: str) -> YardError:
         kind = BlockTooSmall if "min-block-size" in message else Unsupported
     if "must both be directories" in message:  # a folder has the name that a file is to get
         kind = AlreadyThere
+    if BELOW_A_FILE in message:
+        kind = FileMissing
     running = _RUNNING.search(message)
     if running and int(running[1]) > int(running[2].replace("no", "0")):
         kind = StoreFull

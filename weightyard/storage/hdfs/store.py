@@ -13,6 +13,7 @@ from weightyard.errors import (
     BadSetting,
     FileMissing,
     InvalidName,
+    Refused,
     StoreUnavailable,
     Unsupported,
     YardError,
@@ -116,7 +117,10 @@ class HdfsStore(Store):
             raise BadSetting(f"{self.url} is HDFS's root: name a folder, such as {where}")
         ownership = ownership or Ownership()
         for folder in (self._root, *map(self._cluster.at, layout.FOLDERS)):
-            self._namespace.make_folder(folder, ownership.folder_mode)
+            try:
+                self._namespace.make_folder(folder, ownership.folder_mode)
+            except FileMissing as why:  # there is a file
+                raise Refused(str(why)) from None
             self._namespace.own(folder, ownership)
         self._mode = ownership.folder_mode
 
