@@ -151,7 +151,11 @@ def test_tokens_and_quotas(world: World, url: str, client: HttpCatalogue) -> Non
     made = client.create_token(TokenName("ci@lab"), Role.READ, ["team"])
     with HttpCatalogue(url, made.secret) as reader:
         assert reader.models() == []
-    assert "ci@lab" in [token.name for token in client.tokens()]
+    names = [token.name for token in client.tokens()]
+    assert "ci@lab" in names
+    assert [token.name for token in client.tokens(limit=2)] == names[:2]
+    following = client.tokens(after=TokenName(names[1]), limit=1)
+    assert [token.name for token in following] == names[2:3]
     assert client.revoke_token(TokenName("ci@lab")).revoked is not None
     assert client.set_quota("team", stored_bytes=None, versions=1).versions == 1
     assert client.quota("team").used_versions == 0

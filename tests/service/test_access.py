@@ -212,6 +212,10 @@ def test_a_secret_is_shown_once_and_kept_as_a_hash(world: World) -> None:
     secret = made.json()["secret"]
     assert secret.startswith("wy_")
     assert len(secret) == 46
+    listed = world.call("GET", "tokens?limit=2").json()
+    assert listed["next"] == listed["items"][1]["name"]
+    rest = world.call("GET", f"tokens?after={listed['next']}").json()["items"]
+    assert rest[0]["name"] > listed["next"]
     assert secret not in world.call("GET", "tokens").text + world.call("GET", "audit").text
     assert secret.encode() not in b"".join(
         file.read_bytes() for file in Path(world.store.url[7:]).parent.glob("registry.db*")

@@ -9,7 +9,7 @@ import typer
 from weightyard.cli.session import Session, command
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from rich.console import Console
 
@@ -23,10 +23,12 @@ class _Keeper(Protocol):
 
     def create_token(self, name: TokenName, role: Role, projects: Sequence[str]) -> NewToken: ...
 
-    def tokens(self) -> Sequence[Token]: ...
+    def tokens(self, *, after: TokenName | None, limit: int) -> Sequence[Token]: ...
 
     def revoke_token(self, name: TokenName) -> Token: ...
 
+
+_PAGE = 1000
 
 app = typer.Typer(
     help="Whom the service lets in: tokens with a role and projects.", no_args_is_help=True
@@ -74,7 +76,7 @@ def ls(session: Session) -> None:
     Example: weightyard token ls
     """
     with session.open() as yard:
-        tokens = _keeper(yard).tokens()
+        tokens = [*_all(_keeper(yard))]
     session.show(
         {"tokens": [token.model_dump(mode="json") for token in tokens]},
         lambda console: _show(console, tokens),
@@ -96,6 +98,16 @@ def revoke(session: Session, name: _Name) -> None:
         ended.model_dump(mode="json"),
         lambda console: console.print(f"Token {ended.name} is revoked", markup=False),
     )
+
+
+def _all(keeper: _Keeper) -> Iterator[Token]:
+    """Every token, page by page."""
+    from weightyard.names import TokenName
+
+    after: TokenName | None = None
+    while page := keeper.tokens(after=after, limit=_PAGE):
+        yield from page
+        after = TokenName(page[-1].name)
 
 
 def _keeper(yard: Yard) -> _Keeper:

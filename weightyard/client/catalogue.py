@@ -340,8 +340,8 @@ class HttpCatalogue(Closing):
         wanted = body(TokenWanted, name=name.text, role=role, projects=list(projects))
         return self.connection.send("POST", "/tokens", NewToken, body=wanted)
 
-    def tokens(self) -> list[Token]:
-        return self.connection.get("/tokens", Page[Token]).items
+    def tokens(self, *, after: TokenName | None = None, limit: int = 1000) -> list[Token]:
+        return self._pages("/tokens", Token, limit, None if after is None else after.text)
 
     def revoke_token(self, name: TokenName) -> Token:
         return self.connection.send("DELETE", f"/tokens/{quote(name.text, safe='')}", Token)

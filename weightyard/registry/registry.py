@@ -326,9 +326,9 @@ class Registry(Closing):
             lambda tx: tokens.create(tx, name, role, projects, who=self._or_me(who))
         )
 
-    def tokens(self) -> list[Token]:
-        """All that ever were, by name."""
-        return self.database.read(tokens.list_tokens)
+    def tokens(self, *, after: TokenName | None = None, limit: int = 1000) -> list[Token]:
+        """Those that ever were, by name, from one name on."""
+        return self.database.read(lambda tx: tokens.list_tokens(tx, after=after, limit=limit))
 
     def revoke_token(self, name: TokenName, *, who: str | None = None) -> Token:
         """End a token, for good. Raises NoSuchThing."""

@@ -71,9 +71,14 @@ def find_named(tx: Connection, name: TokenName) -> Token | None:
     return None if row is None else _as_token(row)
 
 
-def list_tokens(tx: Connection) -> list[Token]:
-    """All that ever were, by name."""
-    return [_as_token(row) for row in tx.execute(select(_t).order_by(_t.c.name))]
+def list_tokens(
+    tx: Connection, *, after: TokenName | None = None, limit: int = 1000
+) -> list[Token]:
+    """Those that ever were, by name, from one name on."""
+    wanted = select(_t).order_by(_t.c.name).limit(limit)
+    if after is not None:
+        wanted = wanted.where(_t.c.name > after.text)
+    return [_as_token(row) for row in tx.execute(wanted)]
 
 
 def any_exist(tx: Connection) -> bool:
