@@ -47,6 +47,18 @@ def test_a_name_with_a_slip_gets_a_suggestion(cli: Cli, base: Path) -> None:
     assert "Did you mean" in cli("shwo", BERT).err
 
 
+def test_a_yard_of_many_models_suggests_those_of_the_project(
+    cli: Cli, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightyard.cli.refs._PAGE", 2)
+    for name in ("a/one", "a/two", "team/a1", "team/a2", "team/llama", "team/zoo", BERT):
+        cli.ok("push", base, name, "--alias", "prod")
+    assert "Did you mean team/bert" in cli.refused(2, "show", "team/brt")
+    assert "Did you mean team/llama" in cli.refused(2, "show", "team/lama")
+    assert "team/a1" in cli.refused(2, "show", "team/x1")
+    assert "@prod" in cli.refused(2, "show", "team/zoo@pord")
+
+
 def test_an_empty_yard_says_how_to_begin(cli: Cli) -> None:
     assert "weightyard push" in cli.ok("ls")
     assert "no models yet" in cli.refused(2, "show", BERT)

@@ -55,10 +55,10 @@ def version_json(version: Version) -> dict[str, Any]:
 
 
 def _near(yard: Yard, ref: Ref) -> str:
-    models = yard.catalogue.models(kind=None, limit=_PAGE)
-    found = next((model for model in models if model.name == str(ref.model)), None)
-    if found is None:
-        names = [model.name for model in models]
+    try:
+        found = yard.catalogue.model(ref.model)
+    except NoSuchThing:
+        names = _names_near(yard, ref.model)
         near = difflib.get_close_matches(str(ref.model), names, n=3, cutoff=0.5)
         if near:
             return f". Did you mean {' or '.join(near)}?"
@@ -68,3 +68,15 @@ def _near(yard: Yard, ref: Ref) -> str:
     newest = f"v{found.latest}" if found.latest_step is None else f"step-{found.latest_step}"
     selectors = [*sorted(found.aliases), newest]
     return f". {found.name} has @{', @'.join(selectors)} (`weightyard ls {found.name}` lists all)"
+
+
+def _names_near(yard: Yard, model: ModelName) -> list[str]:
+    """Names that may have been meant: all of a small yard; of a large one those which come first,
+    those which come first in the project, and those which begin like the name that was given."""
+    names: dict[str, None] = {}
+    for after in (None, ModelName(model.project, "0"), ModelName(model.project, model.name[0])):
+        page = yard.catalogue.models(kind=None, after=after, limit=_PAGE)
+        names |= dict.fromkeys(one.name for one in page)
+        if after is None and len(page) < _PAGE:
+            break
+    return [*names]
