@@ -160,6 +160,17 @@ def test_the_last_pattern_that_fits_a_name_decides(
     assert fitting(NAMES, patterns) == expected
 
 
+def test_what_is_a_name_means_that_tensor_and_not_those_it_would_fit_as_a_pattern() -> None:
+    both = ["w0", "w[0]"]
+    assert fitting(both, ["w[0]"]) == ["w[0]"]
+    assert fitting(both, ["!w[0]"]) == ["w0"]
+    assert fitting(both, ["w[0-9]"]) == ["w0"]
+    assert fitting(["w0"], ["w[0]"]) == ["w0"]
+    assert by_name(both, {"w[0]": 1}) == {"w[0]": 1}
+    files = _manifest({"a0.safetensors": ["x"], "a[0].safetensors": ["x"]})
+    assert _chosen(files, files=["a[0].safetensors"]) == ["a[0].safetensors:x"]
+
+
 def test_a_pattern_that_fits_nothing_is_said() -> None:
     with pytest.raises(NoSuchThing, match=r"'expert.*embed"):
         fitting(NAMES, ["expert.*"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Annotated, TypeVar
 
@@ -57,6 +57,7 @@ def choose(
     `files` are paths or patterns. Without them: the state dict; else `model.safetensors`; else what
     the index of its shards names; else the only file that has tensors. `tensors` are names or
     patterns; one that begins with `!` leaves out what fits it, and the last that fits decides.
+    What is a name is no pattern, also where it has brackets.
     Raises NoSuchThing, Refused if two of the files have a tensor of the same name.
     """
     found = _of_index(manifest, index) if index is not None else _of_files(manifest, files)
@@ -71,20 +72,31 @@ def choose(
 
 def fitting(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     """The names that patterns let in. Raises NoSuchThing for a pattern that fits nothing."""
-    names = list(names)
+    names = dict.fromkeys(names)
     for pattern in patterns:
         wanted = pattern.removeprefix("!")
-        if not any(_fits(name, wanted) for name in names):
+        if not meant(names, wanted):
             raise NoSuchThing(f"no tensor fits {wanted!r}; there are {some_of(names, wanted)}")
-    return [name for name in names if admits(name, patterns)]
+    return admitted(names, patterns)
 
 
-def admits(name: str, patterns: Sequence[str]) -> bool:
-    """Whether the last pattern that fits lets a name in; if none fits, whether the first is a !."""
-    for pattern in reversed(patterns):
-        if _fits(name, pattern.removeprefix("!")):
-            return not pattern.startswith("!")
-    return bool(patterns) and patterns[0].startswith("!")
+def admitted(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """The names that the last pattern that fits lets in; where none fits, if the first is a !."""
+    is_in = dict.fromkeys(names, bool(patterns) and patterns[0].startswith("!"))
+    for pattern in patterns:
+        for name in meant(is_in, pattern.removeprefix("!")):
+            is_in[name] = not pattern.startswith("!")
+    return [name for name, is_wanted in is_in.items() if is_wanted]
+
+
+def meant(names: Mapping[str, object], pattern: str) -> list[str]:
+    """What a pattern means: the one name that it is, and only if it is none, those that it fits.
+
+    `w[0]` is a pattern that fits `w0`, and a usual name.
+    """
+    if pattern in names:
+        return [pattern]
+    return [name for name in names if fnmatch.fnmatchcase(name, pattern)]
 
 
 def by_name(names: Iterable[str], patterns: Mapping[str, _T]) -> dict[str, _T]:
@@ -92,11 +104,10 @@ def by_name(names: Iterable[str], patterns: Mapping[str, _T]) -> dict[str, _T]:
 
     Raises NoSuchThing for a pattern that fits nothing.
     """
-    names = list(names)
+    names = dict.fromkeys(names)
     found: dict[str, _T] = {}
     for pattern, value in patterns.items():
-        fits = [name for name in names if _fits(name, pattern)]
-        if not fits:
+        if not (fits := meant(names, pattern)):
             near = some_of(names, pattern)
             raise NoSuchThing(f"no tensor to slice fits {pattern!r}; there are {near}")
         for name in fits:
@@ -117,10 +128,11 @@ def _of_files(manifest: Manifest, patterns: Sequence[str] | None) -> list[Tensor
     if patterns is None:
         chosen = [MODEL] if MODEL in paths else _only(manifest, list(paths))
     else:
+        fits = {pattern: meant(paths, pattern) for pattern in patterns}
         for pattern in patterns:
-            if not any(_fits(path, pattern) for path in paths):
+            if not fits[pattern]:
                 raise NoSuchThing(f"no file with tensors fits {pattern!r}: {_inventory(manifest)}")
-        chosen = [path for path in paths if any(_fits(path, one) for one in patterns)]
+        chosen = [path for some in fits.values() for path in some]
     numbers = {paths[path] for path in chosen}
     return [tensor for tensor in manifest.tensors if tensor.file in numbers]
 
@@ -179,10 +191,6 @@ def _path(manifest: Manifest, tensor: TensorEntry) -> str:
     return "" if tensor.file is None else manifest.files[tensor.file].path
 
 
-def _fits(name: str, pattern: str) -> bool:
-    return name == pattern or fnmatch.fnmatchcase(name, pattern)
-
-
 def _natural(name: str) -> tuple[tuple[int, str], ...]:
     """A key that orders numbers inside names as numbers."""
     parts = _DIGITS.split(name)
@@ -192,7 +200,7 @@ def _natural(name: str) -> tuple[tuple[int, str], ...]:
     )
 
 
-def some_of(names: Sequence[str], like: str = "") -> str:
+def some_of(names: Collection[str], like: str = "") -> str:
     """A few of many names, for a message: first those that look `like` one that there is not."""
     few = list(dict.fromkeys([*get_close_matches(like, names), *names]))[:_FEW]
     shown = ", ".join(few)

@@ -57,7 +57,7 @@ class Loads(ABC):
     pushed state dict; else `model.safetensors`; else the shards of its index; else the only file
     that has tensors.
     `tensors`: names or patterns; one that begins with `!` leaves out what fits it, and the last
-    that fits a name decides.
+    that fits a name decides. What is a name, brackets and all, is no pattern.
     `slices`: what is wanted of a tensor, by name or pattern: what NumPy takes between brackets
     (integers, slices, `...`), or a layout (a DTensor, or a `weightyard.loader.layouts.Layout`):
     this rank's shard.

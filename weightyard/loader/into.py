@@ -9,7 +9,7 @@ import msgspec
 
 from weightyard.errors import Refused
 from weightyard.loader.asked import Asked
-from weightyard.loader.choosing import admits
+from weightyard.loader.choosing import admitted
 from weightyard.loader.modules import Slot, fit, shards, slots_of
 from weightyard.loader.origin import Destination, Origin
 from weightyard.loader.placing import device_of
@@ -63,4 +63,4 @@ def _expected(slots: Sequence[Slot], asked: Asked) -> set[str] | None:
     patterns = asked.tensor_patterns
     if patterns is None:
         return None
-    return {name for slot in slots for name in slot.names if admits(name, patterns)}
+    return set(admitted((name for slot in slots for name in slot.names), patterns))

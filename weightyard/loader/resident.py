@@ -12,7 +12,7 @@ from weightyard.errors import DoesNotFit, Refused
 from weightyard.format.manifest import TensorEntry
 from weightyard.loader.asked import Asked
 from weightyard.loader.changes import Holds
-from weightyard.loader.choosing import admits
+from weightyard.loader.choosing import admitted
 from weightyard.loader.layouts import is_layout
 from weightyard.loader.modules import Slot, fit, shards, slots_of
 from weightyard.loader.plan import TensorPlan, plan_tensors
@@ -92,7 +92,7 @@ class Resident:
 
     def _fitting(self, entries: Sequence[TensorEntry], asked: Asked) -> dict[str, Slot]:
         patterns = asked.tensor_patterns
-        expected = None if patterns is None else {n for n in self._by_name if admits(n, patterns)}
+        expected = None if patterns is None else set(admitted(self._by_name, patterns))
         return fit(self._slots or (), entries, strict=True, expected=expected)
 
     def patched(self, plans: Iterable[TensorPlan]) -> set[str]:
