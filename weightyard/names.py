@@ -147,6 +147,7 @@ class AliasName:
     text: str
 
     def __post_init__(self) -> None:
+        _require_text("name of an alias", self.text, like="prod")
         if not _ALIAS.fullmatch(self.text):
             raise InvalidName(
                 f"alias {_shown(self.text)}: 1 to 64 lower-case ASCII letters, digits, '.', '_', "
@@ -350,10 +351,10 @@ def is_tensor_name(text: str) -> bool:
     return len(text.encode("utf-8", "surrogatepass")) <= MAX_TENSOR_NAME_BYTES
 
 
-def _require_text(what: str, given: object) -> None:
+def _require_text(what: str, given: object, like: str = "team/bert") -> None:
     """For callers without a type checker, who may have mixed up their arguments."""
     if not isinstance(given, str):
-        raise InvalidName(f"a {what} is text such as 'team/bert', not a {type(given).__name__}")
+        raise InvalidName(f"a {what} is text such as {like!r}, not a {type(given).__name__}")
 
 
 def _shown(text: str) -> str:

@@ -14,8 +14,6 @@ from weightyard.errors import BadSetting, NotOnNode, Refused, Retryable
 from weightyard.format.manifest import FileEntry, Manifest
 from weightyard.loader.asked import Asked
 from weightyard.loader.building import (
-    EVERYTHING,
-    Choice,
     Supply,
     plan_snapshot,
     take_snapshot,
@@ -47,7 +45,7 @@ from weightyard.storage.store import Store
 from weightyard.transfer.appearing import appearing
 from weightyard.transfer.catalogue import Catalogue
 from weightyard.transfer.diff import diff_manifests, doubtful_pairs, equal_pairs
-from weightyard.transfer.gather import Gathered, Patterns, gather_files
+from weightyard.transfer.gather import EVERYTHING, Choice, Gathered, Patterns, gather_files
 from weightyard.transfer.plan import wanted_of
 from weightyard.transfer.preview import preview
 from weightyard.transfer.publish import checked_publication
@@ -203,9 +201,9 @@ class Yard(Catalogued, Loads, Closing):
             "message": message,
             # By its number from here on: an alias may be moved before the commit.
             "parent": self.resolve(parent).ref if parent is not None else None,
-            "metrics": dict(metrics or {}),
-            "tags": dict(tags or {}),
-            "metadata": dict(metadata or {}),
+            "metrics": metrics or {},
+            "tags": tags or {},
+            "metadata": metadata or {},
             "alias": AliasName(alias).text if alias is not None else None,
             "expect_latest": expect_latest,
             "replication": replication,
@@ -291,11 +289,12 @@ class Yard(Catalogued, Loads, Closing):
         there), Refused, Unsupported (a dtype such a file cannot have), Damaged, Retryable.
         """
         require_path(dir)
+        choice = Choice(include, exclude)
         version = self._version_to_use(ref)
         manifest = self._manifest_of(version)
         target = Path(dir)
         require_no_file(target)
-        plan = plan_snapshot(manifest, Choice(include, exclude))
+        plan = plan_snapshot(manifest, choice)
         with translated(target):
             target.mkdir(parents=True, exist_ok=True)
         self._via.pull(Incoming(version, manifest, plan.entries, target, NEVER), progress)
@@ -321,10 +320,11 @@ class Yard(Catalogued, Loads, Closing):
         patterns of the version's paths. `progress`, `on_unavailable`: as in `load`.
         Raises NoSuchThing, NotOnNode, StoreFull, Damaged, Retryable.
         """
+        choice = Choice(include, exclude)
         version = self._version_to_use(ref, on_unavailable)
-        found = None if include or exclude else self.snapshots.find(Digest(version.digest))
+        found = self.snapshots.find(Digest(version.digest)) if choice.is_all else None
         if found is None:
-            found = self._take_snapshot(version, Choice(include, exclude), progress)
+            found = self._take_snapshot(version, choice, progress)
         found.recheck()
         self._in_use[found.path] = found
         return found.path

@@ -11,6 +11,7 @@ import torch
 from loader_world import BERT, noise, same, yard_in
 
 from weightyard.errors import BadSetting, InvalidName, NoSuchThing, Refused, Unsupported
+from weightyard.loader.snapshots import open_snapshot
 from weightyard.yard import Yard
 
 LAYERS = {f"layers.{number}.weight": noise(8, 8, seed=number) for number in range(12)}
@@ -159,6 +160,41 @@ def test_a_pattern_need_not_be_in_a_list(yard: Yard, tmp_path: Path) -> None:
     assert [file.name for file in yard.snapshot("team/files").iterdir()] == ["config.json"]
     some = yard.snapshot("team/files@v1", include="model*")
     assert [file.name for file in some.iterdir()] == ["model.bin"]
+
+
+@pytest.mark.parametrize("given", [3, [3], b"model*"])
+@pytest.mark.parametrize("option", ["include", "exclude"])
+def test_patterns_that_are_no_text_are_refused_by_their_option(
+    yard: Yard, tmp_path: Path, option: str, given: Any
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    for call in (
+        lambda **more: yard.snapshot(BERT, **more),
+        lambda **more: yard.pull(BERT, tmp_path / "out", **more),
+        lambda **more: yard.push(tmp_path, "team/files", **more),
+    ):
+        with pytest.raises(BadSetting, match=f"{option}=.*: a text, or a list of them"):
+            call(**{option: given})
+
+
+def test_a_path_that_is_none_is_refused(yard: Yard) -> None:
+    anything: Any = 3
+    with pytest.raises(BadSetting, match="3 is no path"):
+        yard.pull(BERT, anything)
+    with pytest.raises(BadSetting, match="3 is no path"):
+        open_snapshot(anything)
+
+
+@pytest.mark.parametrize("said", ["metrics", "tags", "metadata"])
+def test_what_is_said_of_a_version_goes_by_names(yard: Yard, said: str) -> None:
+    with pytest.raises(BadSetting, match=said):
+        yard.push(LAYERS, BERT, **{said: 3})  # type: ignore[arg-type]
+
+
+def test_an_alias_that_is_no_text_is_called_so(yard: Yard) -> None:
+    anything: Any = 3
+    with pytest.raises(InvalidName, match="alias is text such as 'prod', not a int"):
+        yard.push(LAYERS, BERT, alias=anything)
 
 
 def test_an_alias_is_expected_on_a_number(yard: Yard) -> None:

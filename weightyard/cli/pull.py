@@ -34,7 +34,8 @@ def pull(
     """
     from weightyard.cli.refs import resolve
     from weightyard.cli.wording import count, size
-    from weightyard.loader.building import Choice, plan_snapshot
+    from weightyard.loader.building import plan_snapshot
+    from weightyard.transfer.gather import Choice
 
     began = time.monotonic()
     with session.open() as yard:

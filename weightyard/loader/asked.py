@@ -15,6 +15,7 @@ from weightyard.loader.choosing import by_name
 from weightyard.loader.layouts import is_layout, local_index
 from weightyard.loader.slicing import Index
 from weightyard.storage.deadline import NEVER, Deadline
+from weightyard.transfer.options import texts_of
 
 if TYPE_CHECKING:
     import torch
@@ -39,12 +40,12 @@ class Asked:
             raise BadSetting(f"verify={self.verify!r}: it is 'fast' or 'full'")
         if self.device_decode and self.verify == "full":
             raise BadSetting("verify='full' hashes blocks on the host: leave device_decode out")
-        for name, given in (("files", self.files), ("tensors", self.tensors)):
-            if not (given is None or isinstance(given, str) or _are_texts(given)):
-                raise BadSetting(f"{name}={given!r}: a name or pattern, or several of them")
-        if not (
-            self.slices is None or (isinstance(self.slices, Mapping) and _are_texts(self.slices))
-        ):
+        texts_of("files", self.files)
+        texts_of("tensors", self.tensors)
+        are_texts = isinstance(self.slices, Mapping) and all(
+            isinstance(name, str) for name in self.slices
+        )
+        if self.slices is not None and not are_texts:
             raise BadSetting("slices= takes slices by the names or patterns of tensors")
 
     @property
@@ -59,11 +60,11 @@ class Asked:
 
     @property
     def file_patterns(self) -> Sequence[str] | None:
-        return _patterns(self.files)
+        return texts_of("files", self.files)
 
     @property
     def tensor_patterns(self) -> Sequence[str] | None:
-        return _patterns(self.tensors)
+        return texts_of("tensors", self.tensors)
 
     def indices(self, entries: Sequence[TensorEntry]) -> dict[str, Index]:
         """The slice of each tensor of which not all is wanted; of a layout, this rank's."""
@@ -106,12 +107,3 @@ def deadline_of(timeout: float | None) -> Deadline:
     if is_number and timeout >= 0:
         return Deadline.after(timeout)
     raise BadSetting(f"timeout={timeout!r}: seconds, or None to wait as long as it takes")
-
-
-def _patterns(given: str | Collection[str] | None) -> Sequence[str] | None:
-    """Such as the keys of another dict, which have no numbers."""
-    return [given] if isinstance(given, str) else given if given is None else list(given)
-
-
-def _are_texts(given: Any) -> bool:
-    return isinstance(given, Collection) and all(isinstance(one, str) for one in given)

@@ -29,7 +29,7 @@ from weightyard.records import Version
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.final_name import sync
 from weightyard.transfer.catalogue import Catalogue
-from weightyard.transfer.gather import Patterns, is_wanted
+from weightyard.transfer.gather import EVERYTHING, Choice
 from weightyard.transfer.reader import ReadsBlocks
 from weightyard.transfer.source import translated
 
@@ -68,17 +68,6 @@ class SnapshotPlan:
     def paths(self) -> list[str] | None:
         """None: all there are."""
         return None if self.is_whole else [file.path.text for file in self.files]
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Which files are wanted: those that fit a pattern, if there are any, and no excluding one."""
-
-    include: Patterns | None = None
-    exclude: Patterns | None = None
-
-
-EVERYTHING = Choice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,9 +132,7 @@ def plan_snapshot(manifest: Manifest, choice: Choice = EVERYTHING) -> SnapshotPl
             raise Unsupported(f"it has a file {STATE_FILE} and tensors that would become one")
         content = state.content(manifest)
         files.append(PlannedFile(FilePath(STATE_FILE), state.bytes, content, state))
-    wanted = tuple(
-        file for file in files if is_wanted(file.path.text, choice.include, choice.exclude)
-    )
+    wanted = tuple(file for file in files if choice.takes(file.path))
     if files and not wanted:
         shown = ", ".join(file.path.text for file in files[:8])
         raise NoSuchThing(f"no file fits; there are {shown}{', …' if len(files) > 8 else ''}")

@@ -291,6 +291,8 @@ def require_path(path: str | Path) -> None:
     A variable of a script was not set: what was meant for one folder would be done to another.
     Raises Refused.
     """
+    if not isinstance(path, str | os.PathLike):
+        raise BadSetting(f"{path!r:.80} is no path: give the text of one, or a pathlib.Path")
     if not str(path).strip():
         raise Refused("the path is empty; for the folder you are in say '.'")
     try:

@@ -29,8 +29,8 @@ from weightyard.format.manifest import MANIFEST_FORMAT, Manifest
 from weightyard.format.splitting import Split
 from weightyard.logs import Log
 from weightyard.names import BlockId
-from weightyard.trainer.options import require_whole
 from weightyard.transfer.bases import bases_of, pieces_alone
+from weightyard.transfer.options import require_whole
 from weightyard.transfer.plan import Wanted
 from weightyard.transfer.source import piece_bytes, translated
 from weightyard.transfer.writer import Bases, Content, WriteOptions, WriteReport

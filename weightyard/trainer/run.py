@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Unpack
@@ -23,7 +23,6 @@ from weightyard.records import KeepBest, Retention, Version
 from weightyard.trainer import rng
 from weightyard.trainer.job import Job
 from weightyard.trainer.loader_workers import staying
-from weightyard.trainer.options import require_whole
 from weightyard.trainer.packing import Items, Room
 from weightyard.trainer.parts import (
     RANKS,
@@ -58,6 +57,7 @@ from weightyard.trainer.saving import (
     quiet_alone,
 )
 from weightyard.trainer.writer import Writing, YardWriter, current_generation
+from weightyard.transfer.options import require_whole, texts_of
 from weightyard.transfer.publish import checked_publication
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ class TrainRun(Closing):
         async_mode: Literal["disabled", "async"] = "disabled",
         export_dtype: torch.dtype | str | None = None,
         load_step: int | None = None,
-        exclude_from_loading: Sequence[str] = (),
+        exclude_from_loading: str | Collection[str] = (),
         seed: int = 0,
         signals: Sequence[signal.Signals] = (signal.SIGTERM,),
         **writing: Unpack[Writing],
@@ -133,10 +133,6 @@ class TrainRun(Closing):
         for option, value in (("load_step", load_step), ("seed", seed)):
             if value is not None:
                 require_whole(option, value, 0)
-        if isinstance(exclude_from_loading, str):
-            raise BadSetting(
-                f"exclude_from_loading takes a list of names: [{exclude_from_loading!r}]"
-            )
         self._yard = yard
         self.name = ModelName.parse(name)
         self._schedule = Schedule(interval, interval_s)
@@ -144,7 +140,7 @@ class TrainRun(Closing):
         self._export_dtype = _dtype(export_dtype)
         self._load_step = None if load_step is None else Step(load_step)
         self._seed = seed
-        self._excluded = frozenset(exclude_from_loading)
+        self._excluded = frozenset(texts_of("exclude_from_loading", exclude_from_loading) or ())
         self.steps = 0
         """How many are done, those before a resume included."""
         self.generation: int | None = None

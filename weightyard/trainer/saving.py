@@ -24,10 +24,10 @@ from weightyard.closing import Closing
 from weightyard.errors import BadSetting, RankFailed, YardError
 from weightyard.logs import Log
 from weightyard.trainer.job import Job
-from weightyard.trainer.options import require_whole
 from weightyard.trainer.packing import Items
 from weightyard.trainer.staging import Staging
 from weightyard.trainer.writer import YardWriter
+from weightyard.transfer.options import require_whole
 
 _log = Log(__name__)
 

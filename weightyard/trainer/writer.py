@@ -38,17 +38,18 @@ from weightyard.logs import Log
 from weightyard.names import ModelName, Ref, Step, UploadId
 from weightyard.records import Checkpoint, Publication, Version
 from weightyard.storage import layout
+from weightyard.storage.local import require_path
 from weightyard.storage.store import Store
 from weightyard.trainer import state as states
 from weightyard.trainer.anchors import ANCHOR_BYTES, ANCHOR_EVERY, Anchors
 from weightyard.trainer.cutting import boxes_of, cut, manifest_of_shares, shares_by_box
 from weightyard.trainer.host import share_of_cores
-from weightyard.trainer.options import require_whole
 from weightyard.trainer.state import STATE_FILE, State
 from weightyard.transfer.alive import kept_alive
 from weightyard.transfer.catalogue import Catalogue, Upload
 from weightyard.transfer.durable import least_replicas, require_kept
 from weightyard.transfer.memory import SpareMemory
+from weightyard.transfer.options import require_whole
 from weightyard.transfer.publish import checked_publication, store_manifest
 from weightyard.transfer.reader import Reader
 from weightyard.transfer.source import MemorySource, piece_id
@@ -179,9 +180,11 @@ class YardWriter(StorageWriter, Closing):
         require_delta(delta)
         if threads is not None:
             require_whole("threads", threads, 1)
+        if anchors_folder is not None:
+            require_path(anchors_folder)
         # What the first save would fail of, hours later.
         checked_publication(
-            {"metrics": dict(metrics or {}), "replication": replication, "policy": policy}
+            {"metrics": metrics or {}, "replication": replication, "policy": policy}
         )
         self._yard = yard
         self._store = _store_of(yard)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -13,6 +13,7 @@ from weightyard.errors import NoSuchThing
 from weightyard.names import FilePath
 from weightyard.settings import Settings
 from weightyard.transfer.folder import folder_contents, split_sources
+from weightyard.transfer.options import texts_of
 from weightyard.transfer.source import Source
 from weightyard.transfer.strict_json import strict_json, why_not_kept
 from weightyard.transfer.writer import Content
@@ -20,11 +21,36 @@ from weightyard.transfer.writer import Content
 if TYPE_CHECKING:
     from weightyard.storage.hdfs.tree import HdfsTree, TreeFile
 
-Patterns: TypeAlias = str | Sequence[str]
+Patterns: TypeAlias = str | Collection[str]
 """What paths of files fit: one pattern, or several."""
 
 MAX_CONFIG_BYTES = 1 << 20
 """Of a config.json that is looked into."""
+
+
+class Choice:
+    """Which files are wanted: those that fit a pattern, if there are any, and no excluding one."""
+
+    def __init__(self, include: Patterns | None = None, exclude: Patterns | None = None) -> None:
+        """Raises BadSetting."""
+        self._include = texts_of("include", include) or []
+        self._exclude = texts_of("exclude", exclude) or []
+
+    @property
+    def is_all(self) -> bool:
+        """Whether all are."""
+        return not self._include and not self._exclude
+
+    def takes(self, path: FilePath) -> bool:
+        """Whether a file of this path is."""
+
+        def fits(patterns: list[str]) -> bool:
+            return any(fnmatch.fnmatchcase(path.text, pattern) for pattern in patterns)
+
+        return (not self._include or fits(self._include)) and not fits(self._exclude)
+
+
+EVERYTHING = Choice()
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +85,23 @@ def gather_files(
     *,
     follow_links: bool = False,
 ) -> Gathered:
-    """The files of a folder, here or in HDFS, or one file. Raises NoSuchThing, NotAllowed.
+    """The files of a folder, here or in HDFS, or one file.
 
-    `follow_links` is for folders of this host: links to files count as these.
+    `follow_links` is for folders of this host: links to files count as these. Raises NoSuchThing,
+    NotAllowed, BadSetting.
     """
-
-    def wanted(path: FilePath) -> bool:
-        return is_wanted(path.text, include, exclude)
+    choice = Choice(include, exclude)
 
     if not str(source).lower().startswith(("hdfs://", "viewfs://")):
-        contents = folder_contents(Path(source), block_bytes, wanted, follow_links=follow_links)
+        contents = folder_contents(
+            Path(source), block_bytes, choice.takes, follow_links=follow_links
+        )
         return Gathered(contents)
     from weightyard.storage.hdfs.tree import HdfsTree
 
     tree = HdfsTree(str(source), settings)
     try:
-        files = [file for file in tree.files() if wanted(file.path)]
+        files = [file for file in tree.files() if choice.takes(file.path)]
         if not files:
             raise NoSuchThing(f"{source} has no file that fits")
         contents = split_sources(
@@ -84,16 +111,6 @@ def gather_files(
         tree.close()
         raise
     return Gathered(contents, tree.close)
-
-
-def is_wanted(path: str, include: Patterns | None, exclude: Patterns | None) -> bool:
-    """Whether a path fits one of the patterns, or there are none, and fits no excluding one."""
-
-    def fits(patterns: Patterns) -> bool:
-        several = [patterns] if isinstance(patterns, str) else patterns
-        return any(fnmatch.fnmatchcase(path, pattern) for pattern in several)
-
-    return (not include or fits(include)) and not (exclude and fits(exclude))
 
 
 class TreeSource(Source):
