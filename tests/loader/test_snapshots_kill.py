@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from snapshot_world import BERT, content, leftovers, write_model, yard_in
 
+from weightyard.errors import StoreFull
+
 HERE = Path(__file__).parent
 
 BUILDER = """
@@ -20,15 +22,17 @@ import sys, time
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from snapshot_world import yard_in
-with yard_in(Path({folder!r})) as yard:
+with yard_in(Path({folder!r}), cache_max={most!r}) as yard:
     print("ready", flush=True)
-    yard.snapshot("team/bert", progress=lambda done: (print("at it", flush=True), time.sleep({s})))
+    yard.snapshot({ref!r}, progress=lambda done: (print("at it", flush=True), time.sleep({s})))
 """
 
 
-def builder(folder: Path, pause_s: int) -> subprocess.Popen[str]:
+def builder(
+    folder: Path, pause_s: int, ref: str = BERT, most: int | None = None
+) -> subprocess.Popen[str]:
     """A process that makes the snapshot, and pauses after each piece of it."""
-    script = BUILDER.format(tests=str(HERE), folder=str(folder), s=pause_s)
+    script = BUILDER.format(tests=str(HERE), folder=str(folder), s=pause_s, ref=ref, most=most)
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -73,3 +77,30 @@ def test_whoever_waits_takes_over_when_the_maker_dies(tmp_path: Path) -> None:
         assert second.returncode == 0
         assert content(yard.snapshot(BERT)) == content(model)
         assert leftovers(tmp_path / "cache") == []
+
+
+def test_processes_that_make_snapshots_at_once_keep_the_bound_together(tmp_path: Path) -> None:
+    most = 6_500_000
+    with yard_in(tmp_path, cache_max=most) as yard:
+        for number, name in enumerate(("old", "one", "two", "three")):
+            model = write_model(tmp_path / name, number, 10 + number, elements=300_000)
+            yard.push(model, f"team/{name}", include="shards/*")
+    with yard_in(tmp_path, cache_max=most) as yard:
+        old = yard.snapshot("team/old")
+    first = builder(tmp_path, 300, "team/one", most)
+    try:
+        assert first.stdout is not None
+        assert first.stdout.readline() == "at it\n"
+        with yard_in(tmp_path, cache_max=most) as yard:
+            assert old.exists(), "there is room for two"
+            yard.snapshot("team/two")
+            assert not old.exists(), "and not for three: what is being made counts"
+            with pytest.raises(StoreFull, match="being made"):
+                yard.snapshot("team/three")
+    finally:
+        first.kill()
+        first.communicate()
+    with yard_in(tmp_path, cache_max=most) as yard:
+        yard.snapshot("team/three")
+        assert leftovers(tmp_path / "cache") == [], "what a dead process began counts no more"
+        assert yard.snapshots.used_bytes() <= most

@@ -108,10 +108,11 @@ def take_snapshot(
             if progress is not None:
                 progress(done_bytes)
 
+        def make_room(needed_bytes: int) -> None:
+            snapshots.make_room(place, needed_bytes, sum(file.bytes for file in plan.files))
+
         with held(catalogue, version.ref, deadline):
-            files = build(
-                supply, manifest, plan, folder, snapshots.linkable(), snapshots.make_room, told
-            )
+            files = build(supply, manifest, plan, folder, snapshots.linkable(), make_room, told)
         return Record(
             RECORD_FORMAT, version.digest, version.ref, plan.is_whole, plan.state is not None, files
         )

@@ -131,6 +131,11 @@ class Place:
     def record_file(self) -> Path:
         return self.root / ".state" / f"{self.name}.json"
 
+    @cached_property
+    def room(self) -> Path:
+        """How many bytes all of it will have, while it is made."""
+        return self.root / ".state" / f"{self.name}.room"
+
     def write_record(self, record: Record) -> None:
         write_small(self.record_file, msgspec.json.encode(record))
 
@@ -173,7 +178,7 @@ class Place:
                 self.folder.rename(away)
             except FileNotFoundError:
                 away = self.folder
-            for file in (self.record_file, self.checked, self.lock):
+            for file in (self.record_file, self.checked, self.room, self.lock):
                 file.unlink(missing_ok=True)
         return away if away != self.folder else None
 

@@ -4,7 +4,8 @@ Below the cache's folder `snapshots`:
 
     <digest>/              a version's files, and nothing else
     <digest>-<choice>/     some of its files
-    .state/                of each: its record, its lock, when it was last verified
+    .state/                of each: its record, its lock, when it was last verified; while it is
+                           made, how much it will be
     .building/ .going/     being made, being removed; what a dead process left is swept
     .damaged/              set aside by a verification
 
@@ -194,22 +195,28 @@ class Snapshots:
             if (away := place.move_away(".going", lock)) is not None:
                 shutil.rmtree(away, ignore_errors=True)
 
-    def make_room(self, needed_bytes: int) -> None:
-        """Remove the least recently used, until so much more fits. Raises StoreFull."""
+    def make_room(self, place: Place, needed_bytes: int, all_bytes: int) -> None:
+        """Remove the least recently used, until so much more fits, and keep the room taken.
+
+        For who makes the snapshot at this place, of `all_bytes` with those that are there already.
+        What other processes are making counts as whole. Raises StoreFull.
+        """
         if not needed_bytes:
             return
-        used_bytes = self.used_bytes()
-        limit_bytes = self.limit_bytes(used_bytes)
-        if needed_bytes <= limit_bytes:
-            shutil.rmtree(self.root / ".damaged", ignore_errors=True)
-            self._evict(limit_bytes - needed_bytes)
-            used_bytes = self.used_bytes()
-        if used_bytes + needed_bytes > limit_bytes:
-            raise StoreFull(
-                f"{needed_bytes} bytes more do not fit below {self.root}: {limit_bytes} may be "
-                f"used (WEIGHTYARD_CACHE_MAX), {used_bytes} are, by snapshots in use; see "
-                "`weightyard cache ls`"
-            )
+        with Lock.wait(self.root / ".state" / "room.lock", PATIENCE_S):
+            taken_bytes = self._taken_bytes()
+            limit_bytes = self.limit_bytes(self.used_bytes())
+            if needed_bytes <= limit_bytes:
+                shutil.rmtree(self.root / ".damaged", ignore_errors=True)
+                self._evict(limit_bytes - needed_bytes)
+                taken_bytes = self._taken_bytes()
+            if taken_bytes + needed_bytes > limit_bytes:
+                raise StoreFull(
+                    f"{needed_bytes} bytes more do not fit below {self.root}: {limit_bytes} may be "
+                    f"used (WEIGHTYARD_CACHE_MAX), {taken_bytes} are, by snapshots in use or being "
+                    "made; see `weightyard cache ls`"
+                )
+            write_small(place.room, str(all_bytes).encode())
 
     def prune(self, *, max_bytes: int | None = None, unused_s: float | None = None) -> list[Listed]:
         """Remove what was not used for so long, then the least recently used over a bound.
@@ -231,13 +238,17 @@ class Snapshots:
 
     def used_bytes(self) -> int:
         """What all of it takes on disk; a file that several snapshots share counts once."""
-        seen: dict[tuple[int, int], int] = {}
-        for parent, _, names in os.walk(self.root):
-            for name in names:
-                with suppress(OSError):
-                    found = os.lstat(os.path.join(parent, name))
-                    seen[found.st_dev, found.st_ino] = found.st_blocks * 512
-        return sum(seen.values())
+        return _on_disk(self.root)
+
+    def _taken_bytes(self) -> int:
+        """The same, with what those that are being made do not have yet."""
+        coming_bytes = 0
+        for building in _inside(self.root / ".building"):
+            place = Place(self.root, building.name.partition(".")[0])
+            said = read_small(place.room, 20) or b""
+            all_bytes = int(said) if said.isdigit() else 0
+            coming_bytes += max(0, all_bytes - _on_disk(building))
+        return self.used_bytes() + coming_bytes
 
     def limit_bytes(self, used_bytes: int) -> int:
         """How much all of it may take."""
@@ -284,6 +295,7 @@ class Snapshots:
             alone.write(f"process {os.getpid()}")
         try:
             record = make(building, _sign_of_life(alone))
+            place.room.unlink(missing_ok=True)
             with translated(place.folder):
                 if os.path.lexists(place.folder):  # something nobody has a record of
                     going = private_folder(self.root / ".going")
@@ -294,6 +306,7 @@ class Snapshots:
                 sync(self.root)
         except BaseException:
             shutil.rmtree(building, ignore_errors=True)
+            place.room.unlink(missing_ok=True)
             raise
 
     def _wait(self, place: Place, began: float) -> None:
@@ -314,7 +327,7 @@ class Snapshots:
     def _evict(self, limit_bytes: int) -> list[Listed]:
         gone = []
         for one in reversed(self.listed()):
-            if self.used_bytes() <= limit_bytes:
+            if self._taken_bytes() <= limit_bytes:
                 break
             if self._evict_one(one):
                 gone.append(one)
@@ -381,6 +394,16 @@ def _maker(place: Place) -> str:
 
 def _moment(file: Path) -> datetime:
     return datetime.fromtimestamp(modified_s(file), UTC)
+
+
+def _on_disk(folder: Path) -> int:
+    seen: dict[tuple[int, int], int] = {}
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                found = os.lstat(os.path.join(parent, name))
+                seen[found.st_dev, found.st_ino] = found.st_blocks * 512
+    return sum(seen.values())
 
 
 def _inside(folder: Path) -> Iterator[Path]:
