@@ -121,9 +121,13 @@ def test_options_that_a_later_save_or_resume_would_fail_of_are_refused_when_the_
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
-def test_metrics_without_names_are_refused_and_the_step_does_not_count(yard: Yard) -> None:
+@pytest.mark.parametrize(
+    "metrics", [0.5, {3: 0.5}, {"a\0b": 0.5}, {"\ud800": 0.5}, {str(n): 0.5 for n in range(2000)}]
+)
+def test_metrics_that_no_checkpoint_can_have_are_refused_in_their_step_which_does_not_count(
+    yard: Yard, metrics: Any
+) -> None:
     with TrainRun(yard, RUN, {"extra": Counter()}) as run:
-        loss: Any = 0.5
         with pytest.raises(BadSetting, match="metrics"):
-            run.step(loss)
+            run.step(metrics)
         assert run.steps == 0

@@ -198,15 +198,17 @@ class TrainRun(Closing):
         """Say that a step is done; call it after the optimizer's. Saves if that is due.
 
         `metrics` are kept with the checkpoint, those of rank 0 that are finite numbers; tensors
-        are read when one is made, so that a step waits for no device. Raises what a save in the
-        background failed of, on all ranks at the same step, with several ranks the second one
-        after it failed: RankFailed where it did not fail itself; RunTakenOver. Raises Refused for
-        what an optimizer has made in its first step and cannot be saved, with several ranks in the
-        second, on the others RankFailed. After a signal: saves, then SystemExit.
+        are read when one is made, so that a step waits for no device. Raises BadSetting for names
+        that cannot be kept; what a save in the background failed of, on all ranks at the same
+        step, with several ranks the second one after it failed: RankFailed where it did not fail
+        itself; RunTakenOver. Raises Refused for what an optimizer has made in its first step and
+        cannot be saved, with several ranks in the second, on the others RankFailed. After a
+        signal: saves, then SystemExit.
         """
         self._require_open()
         if not isinstance(metrics, Mapping | None):
             raise BadSetting(f"metrics={metrics!r:.80}: by their names, as in {{'loss': 0.5}}")
+        checked_publication({"metrics": dict.fromkeys(metrics or (), 0.0)})  # values are read later
         try:
             self._look_at_optimizers()
         except Refused as why:
