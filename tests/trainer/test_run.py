@@ -42,6 +42,21 @@ from weightyard.trainer.writer import YardWriter
 from weightyard.yard import Yard
 
 
+class Extra(nn.Module):
+    """Keeps something besides its tensors."""
+
+    def __init__(self, extra: Any) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.extra = extra
+
+    def get_extra_state(self) -> Any:
+        return self.extra
+
+    def set_extra_state(self, state: Any) -> None:
+        self.extra = state
+
+
 @pytest.fixture
 def yard(tmp_path: Path) -> Iterator[Yard]:
     settings = Settings(home=tmp_path / "home", cache=tmp_path / "cache")
@@ -277,6 +292,26 @@ def test_a_checkpoint_that_lacks_something_says_what_to_do(yard: Yard) -> None:
         run.resume()
     other = {"model": nn.Linear(16, 1200)}
     with TrainRun(yard, RUN, other) as run, pytest.raises(DoesNotFit, match=r"model\.weight"):
+        run.resume()
+
+
+def test_a_tensor_of_another_dtype_than_the_saved_one_says_what_to_do_about_it(yard: Yard) -> None:
+    train(yard, 2, interval=2)
+    made = setting()
+    made.net.bfloat16()
+    advice = r"model\.wide\.weight .*float32 .*bfloat16 here.*before the TrainRun.*\['model'\]"
+    with TrainRun(yard, RUN, made.state) as run, pytest.raises(DoesNotFit, match=advice):
+        run.resume()
+
+
+def test_a_tensor_where_an_object_was_saved_is_named(yard: Yard) -> None:
+    with TrainRun(yard, RUN, {"extra": Extra(3)}) as run:
+        run.step()
+        run.save()
+    with (
+        TrainRun(yard, RUN, {"extra": Extra(torch.ones(3))}) as run,
+        pytest.raises(DoesNotFit, match=r"extra\._extra_state"),
+    ):
         run.resume()
 
 

@@ -558,21 +558,29 @@ def _encoded_bytes(fqn: str, value: object) -> float:
 
 
 def require_known(wanted: Items, metadata: Metadata, ref: str, part: str) -> None:
-    """See that a checkpoint has what a part wants, in shape too. Raises DoesNotFit."""
+    """See that a checkpoint has what a part wants, in shape and dtype too. Raises DoesNotFit."""
     known = metadata.state_dict_metadata
+    begin_anew = f"to begin {part} anew give exclude_from_loading=[{part!r}]"
     missing = [fqn for fqn in wanted if fqn not in known]
     if missing or not wanted:
         raise DoesNotFit(
-            f"{ref} has no {', '.join(missing[:5]) or part}; to begin {part} anew give "
-            f"exclude_from_loading=[{part!r}]",
-            missing or [part],
-            [],
+            f"{ref} has no {', '.join(missing[:5]) or part}; {begin_anew}", missing or [part], []
         )
     for fqn, value in wanted.items():
         entry = known[fqn]
         if isinstance(entry, TensorStorageMetadata) is not isinstance(value, torch.Tensor):
+            is_here = "here and not there" if isinstance(value, torch.Tensor) else "there, not here"
+            raise DoesNotFit(f"{ref}: {fqn} is a tensor {is_here}; {begin_anew}", [fqn], [])
+        if not isinstance(entry, TensorStorageMetadata):
             continue
-        if isinstance(entry, TensorStorageMetadata) and entry.size != value.shape:
+        if entry.size != value.shape:
             raise DoesNotFit(
                 f"{ref}: {fqn} has shape {tuple(entry.size)}, here {tuple(value.shape)}", [fqn], []
+            )
+        if (saved := entry.properties.dtype) != value.dtype:
+            raise DoesNotFit(
+                f"{ref}: {fqn} was saved as {saved} and is {value.dtype} here: make it {saved} "
+                f"before the TrainRun; {begin_anew}",
+                [fqn],
+                [],
             )
