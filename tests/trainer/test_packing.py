@@ -83,11 +83,11 @@ def test_tensors_are_loaded_into_those_that_fit_and_else_into_new_ones() -> None
         "emas": BytesStorageMetadata(),
     }
     live = pack("ema", {"a": torch.ones(2), "b": torch.ones(7)})
-    found = places("ema", Metadata(known), live, Room())
+    found = places(["ema"], Metadata(known), live, Room())
     assert found.keys() == {"ema", "ema.a", "ema.b"}
     assert found["ema.a"] is live["ema.a"]
     assert found["ema.b"].shape == (3,)
-    assert places("other", Metadata(known), {}, Room()) == {}
+    assert places(["other"], Metadata(known), {}, Room()) == {}
 
 
 @pytest.mark.parametrize(

@@ -204,3 +204,32 @@ def test_a_setting_of_a_group_comes_back_whatever_it_is(yard: Yard, setting: Any
     first, other = fresh.param_groups
     assert repr(first["setting"]) == repr(setting)
     assert other["setting"] is None
+
+
+@pytest.mark.parametrize(
+    ("saved", "here"),
+    [
+        ([torch.ones(2), torch.zeros(3)], [torch.ones(2)]),
+        ([torch.ones(2)], []),
+        ([], [torch.ones(2), torch.zeros(3)]),
+        (torch.tensor(0.5), 0.1),
+        (0.5, torch.tensor(0.1)),
+    ],
+)
+def test_a_setting_that_has_other_tensors_by_now_comes_back_as_it_was_saved(
+    yard: Yard, saved: Any, here: Any
+) -> None:
+    def made(setting: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
+        net = nn.Linear(6, 5)
+        return net, torch.optim.AdamW([{"params": [*net.parameters()], "setting": setting}])
+
+    for step in (1, 2):
+        net, optimizer = made(copy.deepcopy(saved))
+        with TrainRun(yard, RUN, {"model": net, "optim": optimizer}) as run:
+            assert run.resume() == (1 if step == 2 else None)
+            run.step()
+            run.save()
+    again, fresh = made(here)
+    with TrainRun(yard, RUN, {"model": again, "optim": fresh}) as run:
+        assert run.resume() == 2, "no checkpoint was passed over"
+    assert repr(fresh.param_groups[0]["setting"]) == repr(saved)

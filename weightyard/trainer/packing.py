@@ -13,7 +13,7 @@ the tuple has their paths, too.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any, TypeAlias
 
 import torch
@@ -77,17 +77,17 @@ def pack(name: str, value: object) -> Items:
     return {name: packed, **tensors}
 
 
-def places(name: str, metadata: Metadata, live: Items, room: Room) -> Items:
-    """Where to load a packed value to: into the tensors it has now where they fit, else new ones.
+def places(names: Iterable[str], metadata: Metadata, live: Items, room: Room) -> Items:
+    """Where to load values to: into the tensors there are now where they fit, else new ones.
 
-    Empty if the checkpoint does not have it. Raises TooLarge, before it makes one.
+    Packed ones, and tensors. Without what the checkpoint does not have. Raises TooLarge, before it
+    makes one.
     """
     known = metadata.state_dict_metadata
-    if name not in known:
-        return {}
-    wanted: Items = {name: None}
+    wanted: Items = {name: None for name in names if name in known}
+    named = frozenset(wanted)
     for fqn, entry in known.items():
-        if not fqn.startswith(f"{name}.") or not isinstance(entry, TensorStorageMetadata):
+        if not isinstance(entry, TensorStorageMetadata) or not _is_part(fqn, named):
             continue
         now = live.get(fqn)
         dtype = entry.properties.dtype
@@ -97,6 +97,13 @@ def places(name: str, metadata: Metadata, live: Items, room: Room) -> Items:
             room.take(fqn, entry.size.numel() * dtype.itemsize)
             wanted[fqn] = torch.empty(entry.size, dtype=dtype)
     return wanted
+
+
+def _is_part(fqn: str, names: Set[str]) -> bool:
+    """Whether it is one of these or a tensor in it."""
+    while fqn and fqn not in names:
+        fqn = fqn.rpartition(".")[0]
+    return fqn in names
 
 
 def unpack(name: str, items: Mapping[str, Any]) -> Any:

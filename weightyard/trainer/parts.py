@@ -96,7 +96,7 @@ class ModelPart(Part):
             if isinstance(value, torch.Tensor):
                 wanted[fqn] = value
             else:
-                wanted |= places(fqn, metadata, live, room)
+                wanted |= places([fqn], metadata, live, room)
         return wanted
 
     def restore(self, items: Mapping[str, Any]) -> None:
@@ -151,7 +151,10 @@ class OptimizerPart(Part):
         parameters: dict[str, torch.Tensor] = {}
         for group, theirs in zip(self._optimizer.param_groups, groups, strict=True):
             parameters |= zip(theirs["params"], group["params"], strict=True)
-        wanted = self._settings(groups) | self._averaged()
+        settings = [fqn for fqn, _ in self._by_setting(groups)]
+        wanted = self._averaged() | dict.fromkeys(settings)
+        # As many tensors as were saved: how many a setting has may change from step to step.
+        wanted |= places(settings, metadata, self._settings(groups), room)
         prefix = f"{self.name}.state."
         for name, entries in _by_parameter(prefix, parameters, metadata.state_dict_metadata):
             for key, entry in entries.items():
@@ -199,11 +202,15 @@ class OptimizerPart(Part):
     def _settings(self, groups: Iterable[Mapping[str, Any]]) -> Items:
         """Those of each parameter: on other ranks it may be in other company."""
         items: Items = {}
+        for fqn, value in self._by_setting(groups):
+            items |= _setting_items(fqn, value)
+        return items
+
+    def _by_setting(self, groups: Iterable[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
         for group in groups:
             for fqn in group["params"]:
                 for key in group.keys() - {"params"}:
-                    items |= _setting_items(f"{self.name}.param_groups.{fqn}.{key}", group[key])
-        return items
+                    yield f"{self.name}.param_groups.{fqn}.{key}", group[key]
 
 
 def _require_no_more(name: str, optimizer: torch.optim.Optimizer) -> None:
@@ -353,7 +360,7 @@ class ObjectPart(Part):
         return pack(self._saved_as, self.value.state_dict())
 
     def places(self, metadata: Metadata, room: Room) -> Items:
-        return places(self._loaded_from(metadata), metadata, self.items(), room)
+        return places([self._loaded_from(metadata)], metadata, self.items(), room)
 
     def restore(self, items: Mapping[str, Any]) -> None:
         (name,) = (fqn for fqn in items if not isinstance(items[fqn], torch.Tensor))

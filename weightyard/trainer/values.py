@@ -48,7 +48,7 @@ def load_values(
     items: Items = {}
     room = Room()
     for name in names:
-        if not (wanted := places(name, metadata, {}, room)):
+        if not (wanted := places([name], metadata, {}, room)):
             raise NoSuchThing(f"{ref} holds no {name}: something else made it")
         items |= wanted
     if is_alone:
