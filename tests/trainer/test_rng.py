@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from weightyard.errors import Damaged
+from weightyard.errors import DoesNotFit
 from weightyard.trainer.packing import pack, unpack
 from weightyard.trainer.rng import Rng, derive
 
@@ -77,8 +77,9 @@ def test_derived_numbers_follow_from_seed_step_and_rank() -> None:
         assert len(set(each_kind)) == len(drawn)
 
 
-def test_a_state_that_does_not_fit_is_damaged() -> None:
+def test_a_state_of_other_generators_does_not_fit_and_says_which_and_what_to_do() -> None:
     state = Rng().state_dict()
     for key, odd in (("python", {}), ("torch", torch.zeros(3)), ("numpy", {"bit_generator": "x"})):
-        with pytest.raises(Damaged):
+        advice = rf"{key}.*exclude_from_loading=\['rng'\]"
+        with pytest.raises(DoesNotFit, match=advice):
             Rng().load_state_dict({**state, key: odd})

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -313,6 +314,23 @@ def test_a_tensor_where_an_object_was_saved_is_named(yard: Yard) -> None:
         pytest.raises(DoesNotFit, match=r"extra\._extra_state"),
     ):
         run.resume()
+
+
+def test_another_kind_of_generator_is_said_of_the_newest_checkpoint(yard: Yard) -> None:
+    train(yard, 2, interval=1)
+    before = np.random.get_bit_generator()
+    made = setting()
+    np.random.set_bit_generator(np.random.PCG64(4))
+    try:
+        with (
+            TrainRun(yard, RUN, made.state) as run,
+            pytest.raises(DoesNotFit, match=r"rng\.numpy.*MT19937.*PCG64.*\['rng'\]"),
+        ):
+            run.resume()
+        with TrainRun(yard, RUN, made.state, exclude_from_loading=["rng"]) as run:
+            assert run.resume() == 2
+    finally:
+        np.random.set_bit_generator(before)
 
 
 def test_a_damaged_checkpoint_is_passed_over(yard: Yard) -> None:

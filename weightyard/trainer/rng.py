@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from weightyard.errors import Damaged
+from weightyard.errors import DoesNotFit
 
 
 class Rng:
@@ -34,18 +34,40 @@ class Rng:
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises Damaged if it is not the state of generators such as these."""
+        """Raises DoesNotFit if it is not the state of generators such as these.
+
+        Its bytes were checked when they were read: it is of other generators, or other versions of
+        these, and so is that of every checkpoint before.
+        """
+        part = "python"
         try:
             python = state["python"]
             words = tuple(python["words"].tolist())
             random.setstate((python["version"], words, python["gauss"]))
-            np.random.set_state(_heard(state["numpy"]))
+            part = "numpy"
+            _set_numpy(state["numpy"])
+            part = "torch"
             torch.set_rng_state(state["torch"])
+            part = "device"
             device, saved = _accelerator(), state.get("device")
             if device is not None and saved is not None and saved["type"] == device.type:
                 torch.get_device_module(device).set_rng_state(saved["state"])
         except (KeyError, TypeError, ValueError, RuntimeError, AttributeError) as why:
-            raise Damaged(f"saved random number generators do not fit: {why}") from why
+            raise DoesNotFit(
+                f"rng.{part}: the saved state is not of a generator such as the one here: {why}; "
+                "to go on with other random numbers give exclude_from_loading=['rng']",
+                [f"rng.{part}"],
+                [],
+            ) from why
+
+
+def _set_numpy(state: Mapping[str, Any]) -> None:
+    kind = np.random.get_state(legacy=False)["bit_generator"]
+    if (saved := state["bit_generator"]) != kind:
+        raise ValueError(
+            f"saved of {saved!r:.40}, and {kind} is set by np.random.set_bit_generator"
+        )
+    np.random.set_state(_heard(state))
 
 
 def derive(seed: int, step: int, rank: int) -> None:
