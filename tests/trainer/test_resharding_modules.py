@@ -29,6 +29,9 @@ from torch.nn.parallel import DistributedDataParallel
 from weightyard.trainer.reader import YardReader
 from weightyard.trainer.writer import YardWriter
 
+BOTH = "fsdp2 over tensor parallel"
+"""On a mesh of two dimensions."""
+
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True)
 
 
@@ -48,9 +51,15 @@ class Net(torch.nn.Module):
 def wrapped(net: Net, how: str) -> torch.nn.Module:
     if how == "ddp":
         return DistributedDataParallel(net)
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    cut = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    if how == BOTH:
+        both = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "tp"))
+        parallelize_module(net, both["tp"], cut)
+        mesh = both["dp"]
+    else:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     if how == "tensor parallel":
-        parallelize_module(net, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+        parallelize_module(net, mesh, cut)
         return net
     for module in (net.up, net.down, net):
         fully_shard(module, mesh=mesh)
@@ -60,8 +69,10 @@ def wrapped(net: Net, how: str) -> torch.nn.Module:
 def trained(how: str, *, seed: int, steps: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
     model = wrapped(Net(seed), how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    # Two ranks of tensor parallelism see the same, or what both have whole would differ.
+    batch = dist.get_rank() // 2 if how == BOTH else dist.get_rank()
     for step in range(steps):
-        generator = torch.Generator().manual_seed(100 * step + dist.get_rank())
+        generator = torch.Generator().manual_seed(100 * step + batch)
         model(torch.randn(8, 50, generator=generator)).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -112,7 +123,14 @@ def load_trained(world: World, rank: int, how: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("saved_as", "loaded_as", "ranks"),
-    [("fsdp2", "tensor parallel", 3), ("fsdp2", "ddp", 6), ("tensor parallel", "fsdp2", 3)],
+    [
+        ("fsdp2", "tensor parallel", 3),
+        ("fsdp2", "ddp", 6),
+        ("tensor parallel", "fsdp2", 3),
+        (BOTH, "fsdp2", 3),
+        (BOTH, BOTH, 2),
+        ("fsdp2", BOTH, 4),
+    ],
 )
 def test_a_module_and_its_optimizer_go_from_one_layout_to_another(
     tmp_path_factory: pytest.TempPathFactory, saved_as: str, loaded_as: str, ranks: int
