@@ -46,12 +46,24 @@ def published_slowly(world: World, rank: int) -> Outcome:
         return name
 
     with world.yard(rank) as yard, TrainRun(yard, RUN, {"model": nn.Linear(2, 2)}) as run:
+        run.job.patience_s = 2.5
         return attempt(lambda: run.publish("team/tiny", rename=slow))
 
 
 def test_ranks_wait_for_the_first_one_however_long_it_publishes(world: World) -> None:
     came = run_ranks(world, published_slowly, size=2)
     assert (came[0].value.number, came[1]) == (1, Outcome())
+
+
+def resumed_late(world: World, rank: int) -> Outcome:
+    peers.MEET_S = 1.0
+    with world.yard(rank) as yard, TrainRun(yard, RUN, {"model": nn.Linear(2, 2)}) as run:
+        time.sleep(3 * rank)  # its module is compiled first
+        return attempt(run.resume)
+
+
+def test_ranks_wait_for_one_that_resumes_late_as_long_as_the_training_does(world: World) -> None:
+    assert run_ranks(world, resumed_late, size=2) == {0: Outcome(), 1: Outcome()}
 
 
 def time_to_wait(world: World, rank: int, given: timedelta) -> list[timedelta]:

@@ -101,8 +101,11 @@ class Peers:
     Numbers of ranks are those inside the group; errors name them as the world does.
     """
 
-    def __init__(self, group: Any, deadline: Deadline = NEVER) -> None:
-        """Raises Unsupported for what is no group, or none of this rank's."""
+    def __init__(self, group: Any, deadline: Deadline = NEVER, meet_s: float | None = None) -> None:
+        """`meet_s`: instead of MEET_S.
+
+        Raises Unsupported for what is no group, or none of this rank's.
+        """
         import torch
         import torch.distributed as dist
 
@@ -120,7 +123,7 @@ class Peers:
             self._device = accelerator
         self.deadline = deadline
         """Until when the others are waited for, at most."""
-        self._wait_s = MEET_S
+        self._wait_s = MEET_S if meet_s is None else meet_s
         # Loads by a group are made by all of its ranks, so they count alike.
         self._call = next(_calls.setdefault(group.group_name, itertools.count()))
 

@@ -31,11 +31,15 @@ class Job(Closing):
         self.rank, self.ranks = 0, 1
         self.group: dist.ProcessGroup | None = None
         """For saving and loading checkpoints."""
+        self.patience_s = 0.0
+        """How long the ranks wait for one: it may still build or compile what it trains."""
         self._wishes: _Wishes | None = None
         if dist.is_available() and dist.is_initialized():
             self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
-            self.group = _new_group()
-            self._wishes = _Wishes(_new_group())
+            patience = _patience()
+            self.patience_s = patience.total_seconds()
+            self.group = _new_group(patience)
+            self._wishes = _Wishes(_new_group(patience))
 
     @property
     def is_first(self) -> bool:
@@ -118,7 +122,9 @@ class Job(Closing):
         return list(wishes) if self._wishes is None else self._wishes.exchanged(wishes)
 
     def _others(self) -> Ranks:
-        return Alone() if self.group is None else Peers(self.group, Deadline.after(None))
+        if self.group is None:
+            return Alone()
+        return Peers(self.group, Deadline.after(None), self.patience_s)
 
     def close(self) -> None:
         if self._wishes is not None:
@@ -127,8 +133,8 @@ class Job(Closing):
             self.group = self._wishes = None
 
 
-def _new_group() -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=_patience())
+def _new_group(patience: timedelta) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=patience)
     assert isinstance(group, dist.ProcessGroup), "every rank is in it"
     return group
 
