@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from trainer_world import RUN, World, run_ranks
 
 from weightyard.errors import ManifestInvalid, Refused
+from weightyard.format.assembly import share_of
 from weightyard.format.block import MIB, block_id
 from weightyard.format.dtypes import DType
 from weightyard.format.splitting import BoxShape
@@ -27,7 +28,6 @@ from weightyard.trainer.cutting import (
     boxes_of,
     cut,
     manifest_of_shares,
-    shares_by_box,
 )
 from weightyard.trainer.writer import YardWriter
 from weightyard.transfer.source import piece_bytes
@@ -58,7 +58,7 @@ def box(
 def shares(*boxes: TensorBox) -> list[Any]:
     content = cut(boxes, MIB)
     ids = [block_id(piece_bytes(piece, content.sources)) for piece in content.split.pieces]
-    return list(shares_by_box(content.split, ids).values())
+    return [share_of(content.split, ids)]
 
 
 @given(st.data())
@@ -117,14 +117,6 @@ def test_ties_that_not_every_rank_saw_are_dropped_and_the_bytes_are_still_shared
 def test_a_part_that_no_rank_wrote_is_noticed() -> None:
     with pytest.raises(ManifestInvalid, match="boxes"):
         manifest_of_shares(shares(box("a", torch.zeros(2, 200), (0, 0), (3, 200))), MIB)
-
-
-def test_each_box_travels_alone_with_the_blocks_it_needs() -> None:
-    small = [box(f"w{number}", torch.full((9,), float(number))) for number in range(100)]
-    made = shares(box("large", torch.zeros(300, 300)), *small)
-    assert len(made) == 101
-    assert {(len(one.blocks), len(one.tensors)) for one in made} == {(1, 1)}
-    assert len({one.blocks[0].hex for one in made}) == 2  # the large one and the bundle
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,11 @@ import torch
 from torch.distributed.checkpoint.planner import SavePlanner, WriteItem
 
 from weightyard.errors import Refused
-from weightyard.format.assembly import Share, joined, share_of
+from weightyard.format.assembly import Share, joined
 from weightyard.format.dtypes import DType, nbytes
-from weightyard.format.manifest import Box, Extent, Manifest, TensorEntry
-from weightyard.format.splitting import BoxShape, Split, StateTensor, split_state
+from weightyard.format.manifest import Manifest, TensorEntry
+from weightyard.format.splitting import BoxShape, StateTensor, split_state
 from weightyard.loader.state import bytes_of, dtype_of
-from weightyard.names import BlockId
 from weightyard.transfer.source import Source
 from weightyard.transfer.writer import Content
 
@@ -47,10 +46,6 @@ class TensorBox:
     """Whether they are made when they are taken, and gone afterwards."""
     storage: Hashable | None
     """Equal for boxes that are one and the same memory; None for one of its own."""
-
-    @property
-    def key(self) -> tuple[str, tuple[int, ...]]:
-        return self.name, self.shape.offset
 
 
 def boxes_of(items: Sequence[WriteItem], planner: SavePlanner) -> list[TensorBox]:
@@ -173,27 +168,6 @@ def _runs(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]
         yield tensor[first:last].reshape(-1)
     if stop % row:
         yield from _runs(tensor[last], 0, stop % row)
-
-
-def shares_by_box(
-    split: Split, block_ids: Sequence[BlockId]
-) -> dict[tuple[str, tuple[int, ...]], Share]:
-    """(Name, offset) of each box → a share with nothing else in it."""
-    whole = share_of(split, block_ids)
-    shares = {}
-    for tensor in whole.tensors:
-        if not tensor.boxes:
-            shares[tensor.name, (0,) * len(tensor.shape)] = Share((), (), (tensor,))
-        for box in tensor.boxes:
-            numbers: dict[int, int] = {}
-            extents = tuple(
-                Extent(numbers.setdefault(one.block, len(numbers)), one.offset, one.length)
-                for one in box.extents
-            )
-            alone = msgspec.structs.replace(tensor, boxes=(Box(box.offset, box.shape, extents),))
-            blocks = tuple(whole.blocks[number] for number in numbers)
-            shares[tensor.name, box.offset] = Share(blocks, (), (alone,))
-    return shares
 
 
 def manifest_of_shares(shares: Sequence[Share], block_bytes: int) -> Manifest:

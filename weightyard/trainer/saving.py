@@ -16,8 +16,6 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.state_dict_saver import save as save_checkpoint
 
 from weightyard.closing import Closing
@@ -25,6 +23,7 @@ from weightyard.errors import BadSetting, RankFailed, YardError
 from weightyard.logs import Log
 from weightyard.trainer.job import Job
 from weightyard.trainer.packing import Items
+from weightyard.trainer.planner import ITEMS, PlannerOfItems
 from weightyard.trainer.staging import Staging
 from weightyard.trainer.writer import YardWriter
 from weightyard.transfer.options import require_whole
@@ -146,6 +145,7 @@ class Saver(Closing):
         self._writer = writer
         self._job = job
         self._committed = committed
+        self._planner = PlannerOfItems()
         self._staging: Staging | None = None
         self._thread: ThreadPoolExecutor | None = None
         if in_background:
@@ -213,34 +213,21 @@ class Saver(Closing):
         self._writer.metrics = dict(save.metrics)
         if self._job.group is None:
             quiet_alone()
-        with plain_errors():
-            save_checkpoint(
-                {_ITEMS: save.items},
-                checkpoint_id=f"step-{save.step}",
-                storage_writer=self._writer,
-                planner=_PlannerOfItems(),
-                process_group=self._job.group,
-                no_dist=self._job.group is None,
-            )
+        try:
+            with plain_errors():
+                save_checkpoint(
+                    {ITEMS: save.items},
+                    checkpoint_id=f"step-{save.step}",
+                    storage_writer=self._writer,
+                    planner=self._planner,
+                    process_group=self._job.group,
+                    no_dist=self._job.group is None,
+                )
+        finally:
+            self._planner.forget()
         if self._job.is_first:
             _log.info("run.saved", step=save.step, seconds=round(time.monotonic() - began, 3))
             self._committed()
-
-
-_ITEMS = "items"
-
-
-class _PlannerOfItems(DefaultSavePlanner):
-    """Takes all items as one value: torch writes two records of debugging for each value it is
-    given, which took half of the time of a save's planning, beside the training."""
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        storage_meta: StorageMeta | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        super().set_up_planner(state_dict[_ITEMS], storage_meta, is_coordinator)
 
 
 def _step_behind() -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypedDict
 
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -42,7 +42,7 @@ from weightyard.storage.local import require_path
 from weightyard.storage.store import Store
 from weightyard.trainer import state as states
 from weightyard.trainer.anchors import ANCHOR_BYTES, ANCHOR_EVERY, Anchors
-from weightyard.trainer.cutting import boxes_of, cut, manifest_of_shares, shares_by_box
+from weightyard.trainer.cutting import boxes_of, cut, manifest_of_shares
 from weightyard.trainer.host import share_of_cores
 from weightyard.trainer.state import STATE_FILE, State
 from weightyard.transfer.alive import kept_alive
@@ -388,8 +388,11 @@ class YardWriter(StorageWriter, Closing):
     def _write(
         self, items: Sequence[WriteItem], planner: SavePlanner, upload: Upload
     ) -> list[WriteResult]:
+        """One result for all of them: torch pickles results, and hands them to `finish` alone."""
         is_object = WriteItemType.BYTE_IO
-        results = [_object_result(item, planner) for item in items if item.type is is_object]
+        objects = {
+            item.index.fqn: _object(item, planner) for item in items if item.type is is_object
+        }
         tensors = [item for item in items if item.type is not is_object]
         boxes = boxes_of(tensors, planner)
         content = cut(boxes, self._yard.block_bytes)
@@ -401,11 +404,9 @@ class YardWriter(StorageWriter, Closing):
         (blocks,) = self._writer.write([content])
         if self._options.delta != "off":
             self._anchors.note(content, blocks, self._writer.report)
-        shares = shares_by_box(content.split, blocks)
-        for item, box in zip(tensors, boxes, strict=True):
-            share = shares.get(box.key)
-            results.append(WriteResult(item.index, _raw_bytes(share), share))
-        return results
+        written = Written(objects, share_of(content.split, blocks))
+        raw_bytes = sum(piece.raw_bytes for piece in content.split.pieces)
+        return [WriteResult(MetadataIndex(""), raw_bytes, written)]
 
     def _state_content(self, state: State) -> Content:
         text = states.encode(state)
@@ -417,15 +418,11 @@ class YardWriter(StorageWriter, Closing):
     ) -> Version:
         if save.upload is None or save.publication is None or self._writer is None:
             raise Bug("a checkpoint to finish that was not begun here")
-        written = [result for of_rank in results for result in of_rank]
+        written = [result.storage_data for of_rank in results for result in of_rank]
         with kept_alive(save.upload) as upload:
-            objects = {
-                one.index.fqn: one.storage_data.value
-                for one in written
-                if isinstance(one.storage_data, Object)
-            }
+            objects = {name: value for one in written for name, value in one.objects.items()}
             state = State(objects, _paths(metadata))
-            shares = [one.storage_data for one in written if isinstance(one.storage_data, Share)]
+            shares = [one.share for one in written]
             content = self._state_content(state)
             named = [piece_id(one, content.sources) for one in content.split.pieces]
             shares.append(share_of(content.split, named))
@@ -473,13 +470,15 @@ class YardWriter(StorageWriter, Closing):
 
 
 @dataclass(frozen=True, slots=True)
-class Object:
-    """A value that is no tensor, on its way to the coordinator; one that may be saved."""
+class Written:
+    """What a rank has written, on its way to the coordinator."""
 
-    value: Any
+    objects: Mapping[str, Any]
+    """Values that are no tensors, by their names: such as may be saved."""
+    share: Share
 
 
-def _object_result(item: WriteItem, planner: SavePlanner) -> WriteResult:
+def _object(item: WriteItem, planner: SavePlanner) -> Any:
     # `resolve_data` would give a pickle of it.
     look_up = getattr(planner, "lookup_object", None)
     if look_up is None:
@@ -489,15 +488,7 @@ def _object_result(item: WriteItem, planner: SavePlanner) -> WriteResult:
         )
     value = look_up(item.index)
     states.check_object(value, item.index.fqn)
-    return WriteResult(item.index, 0, Object(value))  # how long it is nobody asks
-
-
-def _raw_bytes(share: Share | None) -> int:
-    """Of the boxes in a share."""
-    if share is None:
-        return 0
-    boxes = (box for tensor in share.tensors for box in tensor.boxes)
-    return sum(extent.length for box in boxes for extent in box.extents)
+    return value
 
 
 def _paths(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:

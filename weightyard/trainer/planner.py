@@ -1,0 +1,93 @@
+"""PlannerOfItems: plans the saves of a run; what is as it was in the last one does not travel."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
+
+from weightyard.errors import Bug
+from weightyard.trainer.packing import Items
+
+ITEMS = "items"
+"""The name by which it is given all items, as one value: torch writes two records of debugging for
+each value, which took half of the time of a save's planning, beside the training."""
+
+_AS_BEFORE = "as before"
+
+
+class PlannerOfItems(DefaultSavePlanner):
+    """One for all saves of a writer, on every rank.
+
+    torch sends the plans of all ranks to the first and back, as dozens of Python objects for each
+    tensor. Making them takes the training's cores, and collecting garbage among so many more
+    objects its interpreter. (torch's own cache of plans is the process's, whoever saves there.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mine: SavePlan | None = None
+        self._sent: SavePlan | None = None
+        """What the first rank has of this one, and this one an answer to, which is `_final`."""
+        self._final: SavePlan | None = None
+        self._theirs: list[SavePlan] = []
+        self._answers: list[SavePlan] = []
+        self._global: Metadata | None = None
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        items: Items = state_dict[ITEMS]
+        super().set_up_planner(items, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        self._mine = super().create_local_plan()
+        is_known = self._mine == self._sent
+        self._sent = None  # of a save that fails the first rank may keep more than this one
+        return _as_before() if is_known else self._mine
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Its metadata has the names alone: all ranks get it when a save has ended."""
+        is_known = [plan.planner_data == _AS_BEFORE for plan in all_plans]
+        if any(is_known) and len(self._theirs) != len(all_plans):
+            raise Bug("plans as before of ranks that were not there before")
+        if not all(is_known):
+            theirs = [
+                self._theirs[rank] if is_known[rank] else plan
+                for rank, plan in enumerate(all_plans)
+            ]
+            answers, metadata = super().create_global_plan(theirs)
+            names: dict[str, Any] = dict.fromkeys(metadata.state_dict_metadata)
+            is_known = [
+                known and answer == self._answers[rank]
+                for rank, (known, answer) in enumerate(zip(is_known, answers, strict=True))
+            ]
+            self._theirs, self._answers = theirs, answers
+            self._global = replace(metadata, state_dict_metadata=names)
+        assert self._global is not None, "no rank knows an answer that was not given"
+        told = [
+            _as_before() if known else answer
+            for known, answer in zip(is_known, self._answers, strict=True)
+        ]
+        return told, self._global
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        if new_plan.planner_data == _AS_BEFORE:
+            assert self._final is not None, "the first rank was told so"
+            new_plan = replace(self._final, storage_data=new_plan.storage_data)
+        self._sent, self._final = self._mine, new_plan
+        return super().finish_plan(new_plan)
+
+    def forget(self) -> None:
+        """Hold nothing of the state that was saved."""
+        self.state_dict = {}
+
+
+def _as_before() -> SavePlan:
+    return SavePlan([], planner_data=_AS_BEFORE)
