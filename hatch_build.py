@@ -17,7 +17,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 CODEC = Path("weightyard", "codec")
-SOURCES = tuple(CODEC / name for name in ("planes.c", "fold.c", "huffman.c"))
+SOURCES = tuple(CODEC / name for name in ("planes.c", "fold.c", "huffman.c", "unhuffman.c"))
 LIBRARY = CODEC / "_compiled.so"
 FLAGS = ("-std=gnu11", "-O3", "-fPIC", "-shared")
 LIMIT_S = 120.0

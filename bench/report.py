@@ -104,9 +104,10 @@ _CODEC = """\
 
 *left* is the size after encoding, of 1; rates are MB of tensor a second of one core's CPU time,
 unless two threads are compared, by the clock. weightyard's rates hold its hashes and checks.
-*parts* says what bounds them: exponents are coded by compiled code of the package and decoded by
-zstd, and nothing is faster than these and the splitting alone. ZipNN has a Huffman coder of its
-own, and takes more time for large tensors: it was also given blocks as small as ours."""
+*parts* says what bounds them: nothing is faster than coding the exponents, or decoding them, and
+splitting alone; the rest goes into hashes, and into copies between memory and the caches. ZipNN has
+a Huffman coder of its own, and takes more time for large tensors: it was also given blocks as small
+as ours."""
 
 _CATALOGUE = """\
 ## The registry at size

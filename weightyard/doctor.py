@@ -351,7 +351,7 @@ def _versions() -> str:
 
 def _codec() -> Finding:
     if compiled.is_there():
-        return _ok("codec", "compiled code splits, codes and merges planes")
+        return _ok("codec", "compiled code splits, codes, decodes and merges planes")
     return _warn(
         "codec",
         "there is no compiled code: blocks take longer to encode and to decode",

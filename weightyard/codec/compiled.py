@@ -1,7 +1,7 @@
 """Compiled code, where the package has it: splitting and merging planes, folds, Huffman coding.
 
-planes.c, fold.c and huffman.c are compiled when the package is built, if there is a compiler
-(docs/design/0012). What they do not do, NumPy and zstd do: each call says whether it was done.
+The C files here are compiled when the package is built, if there is a compiler (docs/design/0012).
+What they do not do, NumPy and zstd do: each call says whether it was done.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import ctypes
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -24,11 +25,12 @@ _NAMES = {
     Codec.PLANES_FP64: "fp64",
 }
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_size_t
-_Signature = tuple[type[ctypes.c_size_t] | None, list[type[ctypes.c_void_p | ctypes.c_size_t]]]
+_Signature = tuple[type[Any] | None, list[type[ctypes.c_void_p | ctypes.c_size_t]]]
 _SIGNATURES: dict[str, _Signature] = {
     "fold_bytes": (None, [_POINTER, _SIZE, _POINTER, _POINTER]),
     "huffman_frame": (_SIZE, [_POINTER, _SIZE, _POINTER, _SIZE, _POINTER]),
     "huffman_scratch_bytes": (_SIZE, []),
+    "unhuffman_frame": (ctypes.c_int, [_POINTER, _SIZE, _POINTER, _SIZE]),
 }
 for _codec, _name in _NAMES.items():
     for _verb in ("split", "merge"):
@@ -117,3 +119,15 @@ class HuffmanCoder:
             raw.ctypes.data, raw.size, self._frame.ctypes.data, raw.size, self._scratch.ctypes.data
         )
         return self._frame[:length].data if length else None
+
+
+def decode_huffman(frame: memoryview, out: memoryview) -> bool:
+    """Fill `out` exactly from a frame that HuffmanCoder made, if there is compiled code for it.
+
+    Whatever else the bytes are, `out` has nothing of use then, and zstd is to say what they are.
+    """
+    decode = _functions.get("unhuffman_frame")
+    if decode is None or out.readonly or not (frame.c_contiguous and out.c_contiguous):
+        return False
+    stored, raw = np.frombuffer(frame, np.uint8), np.frombuffer(out, np.uint8)
+    return bool(decode(stored.ctypes.data, stored.size, raw.ctypes.data, raw.size))

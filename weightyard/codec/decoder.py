@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from typing_extensions import Buffer
 
 from weightyard.codec.arena import Bytes, arena
 from weightyard.codec.encoder import Encoded
-from weightyard.codec.frames import decompress_into
+from weightyard.codec.frames import decompress_by_zstd, decompress_into
 from weightyard.codec.planes import Plane, merge
 from weightyard.errors import BlockCorrupt, Bug, Refused
 from weightyard.format.block import (
@@ -125,6 +125,7 @@ _proofs = _Proofs()
 def prove(encoded: Encoded, data: Buffer, *, base: Buffer | None = None) -> None:
     """Decode what was encoded and compare it with the data, before anyone relies on it.
 
+    Frames are decoded by zstd: who has no compiled code must be able to read what is stored.
     Raises Bug where they differ: what an encoder loses must be found before it is stored.
     """
     encoding, planes = encoded.encoding, encoded.encoding.codec.planes
@@ -142,7 +143,8 @@ def prove(encoded: Encoded, data: Buffer, *, base: Buffer | None = None) -> None
         xor = None if before is None else before[piece]
         back = _proofs.room(raw[piece].size)
         out = np.frombuffer(back, np.uint8)
-        _decode_chunk(encoding, chunk, stored[chunk * planes : (chunk + 1) * planes], out, xor)
+        segments = stored[chunk * planes : (chunk + 1) * planes]
+        _decode_chunk(encoding, chunk, segments, out, xor, decompress_by_zstd)
         if back != raw[piece].data:
             raise Bug(f"block {encoding.block}: {encoding.codec.name} changed its chunk {chunk}")
 
@@ -204,8 +206,16 @@ def _check_chunk(encoding: Encoding, chunk: int, stored: Sequence[memoryview]) -
             raise BlockCorrupt(f"block {encoding.block}: the checksum of segment {index} differs")
 
 
+_Decompress = Callable[[memoryview, memoryview], None]
+
+
 def _decode_chunk(
-    encoding: Encoding, chunk: int, stored: Sequence[memoryview], out: Bytes, xor: Bytes | None
+    encoding: Encoding,
+    chunk: int,
+    stored: Sequence[memoryview],
+    out: Bytes,
+    xor: Bytes | None,
+    decompress: _Decompress = decompress_into,
 ) -> None:
     _check_chunk(encoding, chunk, stored)
     arena.clear()
@@ -214,11 +224,12 @@ def _decode_chunk(
     kinds = [segment.kind for segment in encoding.segments[first : first + codec.planes]]
     try:
         if codec.planes == 1:
-            _decode_stream(kinds[0], stored[0], out)
+            _decode_stream(kinds[0], stored[0], out, decompress)
         else:
             size = out.size // codec.planes
             planes = [
-                _decode_plane(kind, data, size) for kind, data in zip(kinds, stored, strict=True)
+                _decode_plane(kind, data, size, decompress)
+                for kind, data in zip(kinds, stored, strict=True)
             ]
             merge(codec, planes, out, arena)
     except BlockCorrupt as why:
@@ -227,17 +238,21 @@ def _decode_chunk(
         np.bitwise_xor(out, xor, out=out)
 
 
-def _decode_stream(kind: SegmentKind, stored: memoryview, out: Bytes) -> None:
+def _decode_stream(
+    kind: SegmentKind, stored: memoryview, out: Bytes, decompress: _Decompress = decompress_into
+) -> None:
     match kind:
         case SegmentKind.RAW:
             np.copyto(out, _bytes(stored))
         case SegmentKind.CONSTANT:
             out.fill(stored[0])
         case SegmentKind.ZSTD:
-            decompress_into(stored, out.data)
+            decompress(stored, out.data)
 
 
-def _decode_plane(kind: SegmentKind, stored: memoryview, size: int) -> Plane:
+def _decode_plane(
+    kind: SegmentKind, stored: memoryview, size: int, decompress: _Decompress
+) -> Plane:
     match kind:
         case SegmentKind.RAW:
             return _bytes(stored)
@@ -245,5 +260,5 @@ def _decode_plane(kind: SegmentKind, stored: memoryview, size: int) -> Plane:
             return stored[0]
         case SegmentKind.ZSTD:
             plane = arena.take(size, np.uint8)
-            decompress_into(stored, plane.data)
+            decompress(stored, plane.data)
             return plane

@@ -7,7 +7,7 @@ import threading
 
 import zstandard
 
-from weightyard.codec.compiled import HuffmanCoder
+from weightyard.codec.compiled import HuffmanCoder, decode_huffman
 from weightyard.errors import BlockCorrupt
 from weightyard.format.block import CHUNK_BYTES
 
@@ -91,7 +91,13 @@ def compress_text(data: memoryview) -> bytes:
 
 
 def decompress_into(frame: memoryview, out: memoryview) -> None:
-    """Fill `out` exactly from a frame of exactly that content. Raises BlockCorrupt, saying why.
+    """Fill `out` exactly from a frame of exactly that content. Raises BlockCorrupt, saying why."""
+    if not decode_huffman(frame, out):
+        decompress_by_zstd(frame, out)
+
+
+def decompress_by_zstd(frame: memoryview, out: memoryview) -> None:
+    """The same by zstd alone, which decides what a frame is.
 
     Nothing is allocated by what the frame says. It must be one frame whose stated content is as
     long as `out` and whose blocks end where it ends; zstd then decodes it in one pass straight into

@@ -8,20 +8,13 @@
    It stays within its memory whatever the bytes are, also if someone changes them meanwhile: no entry
    of its tables has more bits than the longest code, and one that was never set has none. */
 
-#include "widest.h"
+#include "huffman.h"
 
 #include <stddef.h>
 #include <string.h>
 
 enum {
-  MAX_BITS = 11,                  /* of a code: what the format allows */
-  SYMBOLS = 256,
-  MAX_PLAIN = 128,                /* the greatest symbol of a tree that is described plainly */
-  STATES_LOG = 6, STATES = 1 << STATES_LOG, WEIGHTS = MAX_BITS + 1,
   DESCRIBED_BYTES = 128,          /* of a tree, at most */
-  BLOCK_BYTES = 128 * 1024,       /* of a frame, at most */
-  LEAST_BYTES = 64,               /* of a block: four streams want some each */
-  STREAMS = 4,
   STREAM_BYTES = BLOCK_BYTES / STREAMS * MAX_BITS / 8 + 64,
   COUNT_ALL_BYTES = 64 * 1024,    /* and of more than that a sample */
   SAMPLE_BYTES = 64, SAMPLE_STEP = 1024,
@@ -325,7 +318,7 @@ static void make_machine(const int *shares, machine *m)
   byte spread[STATES];
   int at = 0, begin[WEIGHTS], total = 0;
   for (int w = 0; w < WEIGHTS; w++) {
-    for (int i = 0; i < shares[w]; i++, at = (at + STATES / 2 + STATES / 8 + 3) % STATES)
+    for (int i = 0; i < shares[w]; i++, at = (at + STATES_STEP) % STATES)
       spread[at] = (byte)w;
     begin[w] = total;
     int log = 0;
@@ -416,8 +409,9 @@ static byte *code_block(const byte *data, size_t n, const tree *t, int is_first,
     coded += sizes[k];
   if (coded + 6 >= n || (size_t)(end - out) < coded + 9)
     return NULL;
-  out = little(out, (uint64_t)(coded + 6) << 3 | 2 << 1 | is_last, 3);
-  out = little(out, (uint64_t)coded << 22 | (uint64_t)n << 4 | 3 << 2 | (is_first ? 2 : 3), 5);
+  out = little(out, (uint64_t)(coded + 6) << 3 | COMPRESSED << 1 | is_last, BLOCK_HEADER_BYTES);
+  out = little(out, (uint64_t)coded << (4 + LONG_BITS) | (uint64_t)n << 4 | LONG_SIZES << 2 |
+                    (is_first ? WITH_TREE : AS_BEFORE), LITERALS_HEADER_BYTES);
   memcpy(out, described, described_bytes);
   out += described_bytes;
   for (int k = 0; k < STREAMS - 1; k++)
@@ -433,21 +427,20 @@ static byte *code_block(const byte *data, size_t n, const tree *t, int is_first,
 /* Write a frame of these bytes. Returns its length; 0 if it is not for this coder, or has no room. */
 size_t huffman_frame(const byte *data, size_t n, byte *out, size_t room, void *memory)
 {
-  enum { HEADER_BYTES = 9 };
   scratch *scr = memory;
   byte *const began = out;
   const byte *end = out + room;
   uint32_t count[SYMBOLS];
   tree t;
-  if (n < LEAST_BYTES || n > UINT32_MAX || room < HEADER_BYTES)
+  if (n < LEAST_BYTES || n > UINT32_MAX || room < FRAME_HEADER_BYTES)
     return 0;
   count_symbols(data, n, count, scr);
   if (!make_tree(count, &t))
     return 0;
   if (!is_wide(&t))
     make_pairs(&t, scr->pairs);
-  out = little(out, 0xFD2FB528, 4);
-  *out++ = 2 << 6 | 1 << 5; /* its length in four bytes; its window is as long */
+  out = little(out, MAGIC, 4);
+  *out++ = DESCRIPTOR;
   out = little(out, n, 4);
   for (size_t at = 0; at < n;) {
     size_t left = n - at, take = left < BLOCK_BYTES ? left : BLOCK_BYTES;
