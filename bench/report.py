@@ -103,7 +103,8 @@ _CODEC = """\
 ## Codecs
 
 *left* is the size after encoding, of 1; rates are MB of tensor a second of one core's CPU time,
-unless two threads are compared, by the clock. weightyard's rates hold its hashes and checks.
+unless two threads are compared, by the clock. weightyard's rates hold its hashes and checks, and it
+encodes and decodes into memory that is there, as its writer and its loader have it.
 *parts* says what bounds them: nothing is faster than coding the exponents, or decoding them, and
 splitting alone; the rest goes into hashes, and into copies between memory and the caches. ZipNN has
 a Huffman coder of its own, and takes more time for large tensors: it was also given blocks as small
