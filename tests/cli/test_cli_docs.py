@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterator
@@ -166,6 +167,22 @@ def test_help_shows_an_example_and_the_options_of_every_command(cli: Cli, name: 
     if not name.startswith("cluster "):
         for option in ("--yard", "--token", "--json", "--quiet"):
             assert option in shown
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_whole_paragraphs_and_whole_examples_in_80_columns(
+    cli: Cli, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    text = cli.ok(*name.split(), "--help").partition("╭")[0]
+    lines = [line.removeprefix(" ").rstrip() for line in text.splitlines()]
+    assert "[[" not in text
+    for line, after in itertools.pairwise(lines):
+        if line and after:  # a line ends where the next word has no room, and nowhere else
+            assert len(f"{line} {after.split()[0]}") > 78, f"{line} | {after}"
+    _, _, examples = "\n".join(lines).partition("Examples:\n")
+    for line in examples.splitlines():
+        assert not line or re.match(r"  (?! ).*\bweightyard ", line), line
 
 
 @pytest.mark.parametrize("name", COMMANDS)

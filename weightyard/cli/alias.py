@@ -43,6 +43,8 @@ def set_(
 ) -> None:
     """Put an alias on a version.
 
+    If there is no such alias yet, it is made; if it is on another version, it is moved.
+
     Examples:
 
       weightyard alias set team/bert prod v3 --reason 'better on the eval set'
@@ -69,7 +71,9 @@ def log(
         typer.Option("--as-of", help="Only moves up to then (UTC); the first one shown ruled."),
     ] = None,
 ) -> None:
-    """Show where an alias was, when, by whom and why; the newest move first.
+    """Show where an alias was, when, by whom and why.
+
+    Every move is kept; the newest comes first.
 
     Examples:
 

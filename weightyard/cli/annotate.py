@@ -42,7 +42,7 @@ def annotate(
 
       weightyard annotate team/bert@v3 --tag reviewed=yes --metric f1=0.91
 
-      weightyard annotate team/bert@prod -m 'trained on all of it' --metadata rows=87599
+      weightyard annotate team/bert@prod -m 'all data' --metadata rows=87599
 
       weightyard annotate team/bert@v3 --remove reviewed
     """

@@ -48,11 +48,13 @@ def rm(
     session: Session,
     refs: Annotated[
         list[str] | None,
-        typer.Argument(metavar="REF…", help="Refs as `cache ls` shows them, or digests."),
+        typer.Argument(metavar="REF", help="Refs as `cache ls` shows them, or digests."),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="All of them.")] = False,
 ) -> None:
-    """Remove snapshots. Who has one mapped is not disturbed; it is fetched again when needed.
+    """Remove snapshots.
+
+    A program that uses one goes on undisturbed. What is needed later is fetched again.
 
     Examples:
 
@@ -134,7 +136,7 @@ def prune(
 def verify(
     session: Session,
     refs: Annotated[
-        list[str] | None, typer.Argument(metavar="[REF…]", help="Which; all by default.")
+        list[str] | None, typer.Argument(metavar="REF", help="Which; all by default.")
     ] = None,
 ) -> None:
     """Read snapshots and compare every byte with what was fetched. Damaged ones are set aside.

@@ -30,6 +30,8 @@ _Db = Annotated[
 def upgrade(session: Session, db: _Db = None) -> None:
     """Bring a database, also an empty one, to the schema this weightyard works with.
 
+    An SQLite file is upgraded by whoever opens it; PostgreSQL waits for this command.
+
     Examples:
 
       weightyard db upgrade

@@ -54,7 +54,7 @@ def load(
 
       weightyard load team/bert@prod --report --repeat 3 --no-cache
 
-      weightyard load team/moe --tensors '!*.experts.*' --tensors '*.experts.[0-7].*'
+      weightyard load team/moe --tensors '!*.experts.*' --tensors '*.experts.0.*'
     """
     from weightyard.cli.refs import resolve
     from weightyard.loader.placing import device_of

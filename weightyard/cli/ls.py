@@ -23,7 +23,7 @@ def ls(
     name: Annotated[
         str | None,
         typer.Argument(
-            metavar="[NAME]", help="A model or run, to list its versions; PROJECT/: its models."
+            metavar="NAME", help="A model or run, to list its versions; PROJECT/: its models."
         ),
     ] = None,
     runs: Annotated[bool, typer.Option("--runs", help="List the runs, not the models.")] = False,

@@ -30,7 +30,7 @@ def pull(
 
       weightyard pull team/bert@prod ./bert
 
-      weightyard pull team/bert@v3 ./bert --include '*.safetensors' --include config.json
+      weightyard pull team/bert@v3 . --include '*.json' --include '*.txt'
     """
     from weightyard.cli.refs import resolve
     from weightyard.cli.wording import count, size

@@ -72,13 +72,13 @@ def push(
 
       weightyard push ./model team/bert --alias prod -m 'first try'
 
-      weightyard push ./tuned team/bert --parent team/bert@prod --metric accuracy=0.93
+      weightyard push ./tuned team/bert --parent team/bert@prod --metric f1=0.93
 
       weightyard push ./model team/bert --tag task=qa --metadata rows=87599
 
-      weightyard push hdfs://cluster/models/bert team/bert --include '*.safetensors'
+      weightyard push hdfs://cluster/bert team/bert --include '*.safetensors'
 
-      weightyard push ~/.cache/huggingface/hub/models--bert/snapshots/1a2b team/bert --follow-links
+      weightyard push models--bert/snapshots/1a2b team/bert --follow-links
 
       weightyard push ./model team/bert --dry-run
     """

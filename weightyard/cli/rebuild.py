@@ -32,7 +32,7 @@ def rebuild(
 
     Examples:
 
-      WEIGHTYARD_DB=postgresql://weightyard@db/new weightyard --yard hdfs://cluster/yard rebuild
+      WEIGHTYARD_DB=postgresql://db/new weightyard --yard hdfs://c/yard rebuild
 
       weightyard --yard /backup/yard rebuild --adopt
     """

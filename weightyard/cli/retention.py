@@ -45,7 +45,7 @@ def retention(
 
       weightyard retention team/bert --keep-last 10 --ttl 30d
 
-      weightyard retention team/run42 --keep-last 3 --keep-every 1000 --keep-best loss:min:2
+      weightyard retention team/run42 --keep-every 1000 --keep-best loss:min:2
 
       weightyard retention team/bert --off
     """

@@ -40,7 +40,7 @@ def serve(
 
       weightyard token create me --role admin && weightyard serve --host 0.0.0.0
 
-      weightyard serve --store hdfs://cluster/weightyard --db postgresql://db/weightyard
+      weightyard serve --store hdfs://cluster/yard --db postgresql://db/yard
 
       weightyard serve --port 0 --json
     """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -167,10 +168,17 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
         "ctx", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context
     )
     signature = inspect.Signature([context, *own, *extra])
+    run.__doc__ = _unwrapped(function.__doc__ or "")
     del run.__wrapped__  # Typer would read the options of that one
     run.__signature__ = signature  # type: ignore[attr-defined]
     run.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
     return run
+
+
+def _unwrapped(text: str) -> str:
+    """A docstring whose paragraphs are a line each: Typer keeps the line ends of a source file."""
+    paragraphs = inspect.cleandoc(text).split("\n\n")
+    return "\n\n".join(re.sub(r"\n(?! )", " ", one) for one in paragraphs)
 
 
 def fail(why: YardError, *, as_json: bool) -> NoReturn:

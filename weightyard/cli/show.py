@@ -32,6 +32,8 @@ def show(
 ) -> None:
     """Show a version: where it comes from, what it holds, what it costs.
 
+    A name without @ means its newest version.
+
     Examples:
 
       weightyard show team/bert@prod

@@ -48,7 +48,9 @@ def create(
         typer.Option(metavar="P", help="Where; may be repeated. Default: every project."),
     ] = None,
 ) -> None:
-    """Make a token. Its secret is shown this once; the yard keeps a hash.
+    """Make a token.
+
+    Its secret is shown this once; the yard keeps only a hash of it.
 
     Examples:
 
