@@ -402,6 +402,7 @@ class TestCommandLine:
             again = weightyard("up", "--dir", str(folder))
             assert again.returncode == ClusterFailed.exit_code
             assert "has a running cluster" in again.stderr
+            assert started.stdout.strip() in again.stderr, "how to use it"
             assert "Traceback" not in again.stderr
             daemons = [ProcessIdentity.of(one["pid"]) for one in shown["daemons"]]
             assert all(one and one.is_alive for one in daemons)

@@ -27,7 +27,7 @@ from weightyard.storage.store import Store
 from weightyard.transfer.catalogue import Catalogue
 from weightyard.transfer.source import translated
 from weightyard.via import ViaStore, chosen_via
-from weightyard.yard import Yard
+from weightyard.yard import Yard, needs_database
 
 if TYPE_CHECKING:
     from weightyard.registry.database import Database
@@ -83,10 +83,7 @@ def store_url(url: str | None, settings: Settings) -> str | None:
     """
     chosen = chosen_url(url, settings)
     if is_service(chosen):
-        raise BadSetting(
-            f"{chosen} is a service; this needs the yard's store and database: --yard STORE, or "
-            "WEIGHTYARD_STORE and WEIGHTYARD_DB instead of WEIGHTYARD_URL"
-        )
+        raise needs_database(str(chosen))
     return chosen
 
 

@@ -66,6 +66,14 @@ _RESOLVING = 0.5
 """The part of its time that a load waits to be told what a ref means, if it can do without."""
 
 
+def needs_database(service: str) -> BadSetting:
+    """What is for those who run a yard works on its store and database, not through a service."""
+    return BadSetting(
+        f"{service} is a service; this needs the yard's store and database: --yard STORE, or "
+        "WEIGHTYARD_STORE and WEIGHTYARD_DB instead of WEIGHTYARD_URL"
+    )
+
+
 class Yard(Catalogued, Loads, Closing):
     """What `weightyard.open()` returns. Thread-safe; a context manager.
 
@@ -123,18 +131,18 @@ class Yard(Catalogued, Loads, Closing):
     def registry(self) -> Registry:
         """The database behind this yard, the records of what was done here being written.
 
-        Raises BadSetting if a service is in between.
+        Raises BadSetting if a service is in between; NotOnNode offline.
         """
         from weightyard.registry.registry import Registry
 
         self._settling.wait()
         if isinstance(self.catalogue, Closed):
             self.catalogue.refuse()
+        if isinstance(self.catalogue, OfflineCatalogue):
+            self.catalogue.require_asked()
+            raise NotOnNode("the work is offline (WEIGHTYARD_OFFLINE); this needs the database")
         if not isinstance(self.catalogue, Registry):
-            raise BadSetting(
-                "this needs the yard's database: set WEIGHTYARD_STORE and WEIGHTYARD_DB instead of "
-                "WEIGHTYARD_URL"
-            )
+            raise needs_database(self._name)
         return self.catalogue
 
     @property

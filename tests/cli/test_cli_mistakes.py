@@ -228,6 +228,14 @@ def test_who_runs_a_yard_needs_more_than_a_service(cli: Cli) -> None:
         assert "is a service" in cli.refused(2, "--yard", "http://127.0.0.1:1", *command)
 
 
+def test_offline_the_database_is_not_taken_for_a_service(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WEIGHTYARD_OFFLINE", "1")
+    for command in ("gc", "check"):
+        assert "the work is offline (WEIGHTYARD_OFFLINE)" in cli.refused(2, command)
+
+
 def test_a_store_of_another_registry_names_both(
     cli: Cli, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

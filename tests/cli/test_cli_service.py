@@ -69,6 +69,17 @@ def test_what_a_token_may_not_is_refused_and_a_better_one_may(
     assert remote.refused(2, "ls", "--token", made["secret"])
 
 
+def test_who_shows_no_token_is_told_how_to(remote: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WEIGHTYARD_TOKEN")
+    assert "set WEIGHTYARD_TOKEN" in remote.refused(2, "ls")
+
+
+def test_what_works_on_the_database_is_refused_by_the_name_of_the_service(remote: Cli) -> None:
+    for command in ("gc", "check"):
+        said = remote.refused(2, command)
+        assert "is a service; this needs the yard's store and database: --yard STORE" in said
+
+
 def test_a_wrong_token_is_told_so_and_never_shown(remote: Cli) -> None:
     said = remote.refused(2, "ls", "--token", "wy_wrong")
     assert "token" in said

@@ -153,7 +153,9 @@ async def authenticate(service: Service, request: Request) -> Principal:
     if service.may_be_open and not await service.ask(service.registry.has_tokens):
         _require_this_host(peer, headers)
         return Principal("local", Role.ADMIN, None)
-    raise Unauthenticated("show a token: Authorization: Bearer wy_…")
+    raise Unauthenticated(
+        "this service asks for a token: set WEIGHTYARD_TOKEN, or send Authorization: Bearer wy_…"
+    )
 
 
 async def _by_token(service: Service, headers: Headers) -> Principal:

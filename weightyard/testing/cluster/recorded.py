@@ -169,8 +169,8 @@ def _make_room(folder: Path) -> None:
     found = status(folder)
     if found is not None and found.running:
         raise ClusterFailed(
-            f"{folder} has a running cluster ({', '.join(found.running)}): take it down first, "
-            "or choose another --dir"
+            f"{folder} has a running cluster ({', '.join(found.running)}): to use it, "
+            f"`{found.record.exports}`; else take it down first, or choose another --dir"
         )
     if found is not None:
         _remove(folder, found.record)  # its daemons ended without `down`, as after a reboot
