@@ -263,6 +263,7 @@ def _read_paths(url: str, settings: Settings) -> Iterator[Finding]:
 def _database(store: Store, settings: Settings) -> Iterator[Finding]:
     with _opened(store, settings) as database:
         if database is None:
+            binding.require_vacant(store, None)
             yield _warn("database", "there is none yet", "the first push makes it")
             return
         shown = database.shown

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 _log = Log(__name__)
 
+_REGISTRY_FILE = "registry.db"
+
 
 def open_yard(
     url: str | Path | None = None, *, token: str | None = None, settings: Settings | None = None
@@ -155,7 +157,7 @@ def _open_database(store: Store, settings: Settings) -> Opened:
 
     with ExitStack() as opened:
         opened.enter_context(store)
-        database = open_database(store, settings)
+        database = open_database_of_yard(store, settings)
         opened.callback(database.close)
         if database.is_sqlite:
             migrate.upgrade(database)
@@ -166,6 +168,18 @@ def _open_database(store: Store, settings: Settings) -> Opened:
             raise StoreUnavailable(f"{store.url} does not answer: {why}") from why
         opened.pop_all()
     return Opened(ViaStore(store, registry, settings), registry, bound.block_bytes)
+
+
+def open_database_of_yard(store: Store, settings: Settings) -> Database:
+    """The database of a yard that is there, or that may be made here without being asked for.
+
+    Raises BadSetting for a folder of other files, before there is a database among them.
+    """
+    from weightyard.registry import binding
+
+    if settings.db is None and folder_of(store) is not None:
+        binding.require_vacant(store, _REGISTRY_FILE)
+    return open_database(store, settings)
 
 
 def open_database(store: Store, settings: Settings) -> Database:
@@ -188,4 +202,4 @@ def database_url(store: Store, settings: Settings) -> str:
     if folder is None:
         key = hashlib.blake2s(store.url.encode(), digest_size=8).hexdigest()
         folder = settings.home / "registries" / key
-    return f"sqlite:///{folder / 'registry.db'}"
+    return f"sqlite:///{folder / _REGISTRY_FILE}"

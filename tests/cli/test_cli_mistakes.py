@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -190,6 +191,32 @@ def test_a_file_where_a_folder_is_meant_is_called_a_file(
     assert f"{file} is a file, not a folder" in cli.refused(2, "--yard", file, "ls")
     monkeypatch.setenv("WEIGHTYARD_DB", f"sqlite:///{tmp_path}/apart.db")
     assert f"{file} is a file, not a folder" in cli.refused(2, "--yard", file, "ls")
+
+
+def test_a_folder_of_other_files_becomes_no_yard_unless_that_is_asked_for(
+    cli: Cli, base: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "mine"
+    shutil.copytree(base, folder)
+    folder.chmod(0o700)
+    before = sorted(folder.iterdir())
+    for words in (["ls"], ["push", base, BERT], ["doctor"], ["serve", "--port", "0"]):
+        ran = cli("--yard", folder, *words)
+        assert ran.code != 0, words
+        assert "config.json" in ran.out + ran.err
+        assert "weightyard init" in ran.out + ran.err
+    assert (sorted(folder.iterdir()), folder.stat().st_mode & 0o777) == (before, 0o700)
+    cli.ok("--yard", folder, "init")
+    assert cli.ok("--yard", folder, "ls").startswith("No models yet")
+
+
+def test_an_empty_folder_and_a_fresh_disk_become_a_yard_by_themselves(
+    cli: Cli, tmp_path: Path
+) -> None:
+    (tmp_path / "disk" / "lost+found").mkdir(parents=True)
+    (tmp_path / "disk" / ".Trash-0").mkdir()
+    for folder in ("new", "disk"):
+        assert cli.ok("--yard", tmp_path / folder, "ls").startswith("No models yet")
 
 
 def test_url_and_store_together_are_refused(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

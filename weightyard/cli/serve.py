@@ -51,7 +51,7 @@ def serve(
         from weightyard.service.serving import serve as answer
     except ModuleNotFoundError as why:
         raise Unsupported(f"serving needs {why.name}: install weightyard[service]") from None
-    from weightyard.opening import open_database, store_url
+    from weightyard.opening import open_database_of_yard, store_url
     from weightyard.storage.opening import open_store
 
     _log_everything()
@@ -75,7 +75,7 @@ def serve(
 
     chosen = store_url(session.url if store is None else store, settings)
     with open_store(chosen, settings) as opened:
-        database = open_database(opened, settings)
+        database = open_database_of_yard(opened, settings)
         try:
             if database.is_sqlite:
                 migrate.upgrade(database)

@@ -23,6 +23,7 @@ from weightyard.registry.chores import small_files
 from weightyard.registry.database import Database
 from weightyard.registry.schema import Dedup
 from weightyard.storage import layout
+from weightyard.storage.opening import folder_of
 from weightyard.storage.store import Ownership, Store, StorePath
 from weightyard.transfer.once import read_whole, write_once
 
@@ -77,7 +78,8 @@ def bind(
     """Make sure that store and registry belong together; on first use, make them, owned so.
 
     `dedup` is chosen when a yard is made, and stays. Raises ForeignStore, naming both, if one of
-    them belongs to another; BadSetting for a yard that was made with another choice.
+    them belongs to another; BadSetting for a yard that was made with another choice, and, unless
+    `ownership` is said, for a new one among other files.
     """
     mine = database.read(lambda tx: tx.execute(select(schema.registry)).one())
     found = read_yard_file(store)
@@ -87,6 +89,8 @@ def bind(
                 f"registry {mine.registry_id} belongs to yard {mine.yard_id}, but {store.url} has "
                 "no yard.json: is it the right store?"
             )
+        if ownership is None:  # nobody said that a yard is to be made here
+            require_vacant(store, database.files_in(folder_of(store)))
         store.init(ownership)
         made = YardFile(
             YARD_FORMAT,
@@ -119,6 +123,33 @@ def bind(
     if mine.yard_id is None:
         database.write(lambda tx: _remember(tx, found))
     return Bound(found.yard_id, owner.registry_id, found.block_bytes, found.dedup)
+
+
+def require_vacant(store: Store, database_files: str | None) -> None:
+    """Make no yard of a folder that somebody mistyped: what lies there shows it is used otherwise.
+
+    A yard takes the folder's mode for itself, and would be pushed with the folder's own files.
+    `database_files`: how names of the registry's own files begin, if they lie in the folder.
+    Raises BadSetting.
+    """
+    if read_yard_file(store) is not None:
+        return
+    try:
+        names = sorted(path.text for path in store.top() if path not in layout.TOP)
+    except FileMissing:  # a folder still to be made
+        return
+    others = [
+        name
+        for name in names
+        if not (name.startswith(".") or name == "lost+found")
+        and not (database_files and name.startswith(database_files))
+    ]
+    if others:
+        raise BadSetting(
+            f"{store.url} is no yard, and other files are in it ({', '.join(others[:3])}"
+            f"{', …' if len(others) > 3 else ''}): name another folder, or make a yard of this one "
+            "by `weightyard init`"
+        )
 
 
 def take_over(
