@@ -238,7 +238,7 @@ class _FileRuns:
         for extent in file.extents:
             run = (extent.offset, extent.offset + extent.length)
             by_block.setdefault(extent.block, []).append(run)
-        # By their starts, each with the furthest end of those up to it: runs may overlap.
+        # Sorted by start. Runs may overlap: so each has the furthest end of all up to it.
         self._by_block = {
             block: list(accumulate(sorted(runs), lambda one, two: (two[0], max(one[1], two[1]))))
             for block, runs in by_block.items()

@@ -167,7 +167,7 @@ class PackBuilder:
 
 
 def most_pack_bytes(blocks: int, raw_bytes: int) -> int:
-    """How long a pack is at most that has so many blocks, of so many raw bytes together."""
+    """The greatest length of a pack of so many blocks that have so many raw bytes in all."""
     segments = _MOST_PLANES * (blocks + raw_bytes // CHUNK_BYTES)
     stored_bytes = raw_bytes + ALIGNMENT * segments
     return HEADER_BYTES + stored_bytes + _footer_bytes(blocks, segments) + TRAILER_BYTES
@@ -265,7 +265,7 @@ def read_entries(entries: Sequence[tuple[Buffer, PackId]]) -> list[Placement]:
 
 
 class _Wrong(Exception):
-    """What does not hold in a footer's tables."""
+    """A rule that a footer's tables break; the caller knows of which pack."""
 
 
 def _placements(

@@ -1,8 +1,9 @@
 """Splitting: which bytes become which blocks (docs/format.md §7).
 
-The rules decide what is stored once, so two writers must cut alike: they are part of the format.
+Equal bytes are stored once only if all writers cut them alike: so the rules are part of the format.
 Nothing here reads data. A split is a plan: pieces to be read, named and stored, and the files and
-tensors made of them. Until the names of blocks are known, extents number the pieces.
+tensors made of them. A block's name is known only when it was read; until then extents refer to
+pieces by their number.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ class _Cutter:
         self._block_bytes = block_bytes
         self._pieces: list[tuple[list[Part], set[Codec]]] = []
         self._bundle = -1
-        self._bundle_bytes = BUNDLE_BYTES
+        """The number of the piece that small tensors go into."""
+        self._bundle_bytes = BUNDLE_BYTES  # as if one were full: the first small tensor begins one
 
     def cut(self, source: int, start: int, length: int, codec: Codec) -> tuple[Extent, ...]:
         """Bytes of their own: cut every block size."""

@@ -1,4 +1,4 @@
-"""A word from another thread that a call need not be finished."""
+"""Cancel: ends a call that is under way, from another thread."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Cancel:
         with self._lock:
             self._is_cancelled = True
             ends, self._ends = self._ends, {}
-            # Under the lock: what an end acts on, such as a socket, is not closed meanwhile, so
-            # its number cannot have become that of another one.
+            # Under the lock, so that what an end acts on, such as a socket, is not closed
+            # meanwhile: its number could by then be that of another socket.
             for end in ends.values():
                 end()
 

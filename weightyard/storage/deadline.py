@@ -1,4 +1,4 @@
-"""How long a call may go on, handed down instead of many time-outs."""
+"""Deadline: until when a call may go on. Handed down, where each step would need a time-out."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Deadline:
         return left
 
     def part(self, share: float) -> Deadline:
-        """One for a part of what is left, for what the rest must not wait for in vain."""
+        """A deadline after this share of what is left, so that some time remains afterwards."""
         now = time.monotonic()
         return Deadline(now + share * (self.at - now), self.cancel)
 

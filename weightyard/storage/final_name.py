@@ -36,7 +36,7 @@ def move_to_final_name(source: Path, target: Path) -> None:
 
 
 def sync(path: Path) -> None:
-    """Make a file durable, or the names in a folder: fsync of a file does not do that for its."""
+    """Make a file's bytes durable; or the names in a folder, which syncing their files does not."""
     file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(file)

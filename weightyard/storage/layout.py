@@ -20,7 +20,6 @@ OWNERS = StorePath("owners")
 DAMAGED = StorePath("damaged")
 """Where `heal` puts files whose bytes are wrong, out of the way of good ones. Nobody reads them."""
 
-
 TOP = frozenset((*FOLDERS, YARD, OWNERS, DAMAGED))
 """All that a yard has right below its root."""
 

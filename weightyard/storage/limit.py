@@ -55,9 +55,10 @@ class Rate:
         self._free_at = clock()
 
     def spend(self, amount: int, deadline: Deadline = NEVER) -> None:
-        """Return when the bytes spent before are paid for; then these are owed.
+        """Wait until the rate allows for all bytes spent so far, and count these as spent too.
 
-        Raises DeadlineExceeded, at once if they will not be paid for in time, and Cancelled. Then
+        So a call waits for the bytes of those before it, never for its own. Raises
+        DeadlineExceeded, at once if the wait is longer than the time left, and Cancelled; then
         nothing was spent.
         """
         doing = f"waiting for a share of {self._bytes_per_s:.0f} bytes a second"
@@ -206,7 +207,7 @@ class AdaptiveLimit:
         self._round_began = self._clock()
         self._round_bytes = 0
         self._was_full = False
-        # Two rounds' worth, so that transfers begun under the old limit do not decide alone.
+        # Twice the limit, so that transfers begun under the old limit do not decide alone.
         self._round_left = 2 * self.limit
 
 
@@ -311,9 +312,9 @@ def _moving(
     timeout_s: float | None = None,
     cancel: Cancel | None = None,
 ) -> Iterator[Deadline]:
-    """Inside, so many bytes are moved within the limits, by the deadline it gives.
+    """Wait until so many bytes may be moved; inside, they are, by the deadline it gives.
 
-    The rate goes first: whoever waits for it takes no place from those who need not.
+    For the rate first: who waits for that must not hold a place that others could use.
     """
     if rate is not None:
         rate.spend(amount, Deadline.after(None, cancel))

@@ -337,7 +337,7 @@ def _require_one_copy(options: FileOptions | None) -> None:
 
 @contextlib.contextmanager
 def _translated(what: object) -> Iterator[None]:
-    """Turns OSError into the error tree, naming the file, and by it the disk."""
+    """Turns OSError into one of our errors, which names the file and so tells the disk."""
     try:
         yield
     except OSError as why:

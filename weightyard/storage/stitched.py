@@ -1,7 +1,8 @@
 """Stitched: runs of files, mapped behind each other so that they are one run of memory.
 
-Nothing is copied, nothing is written back. Python's `mmap` maps one run of one file, wherever there
-is room: so the room is had from it, and the kernel asked to put runs of files there.
+Nothing is copied, nothing is written back. Python's `mmap` maps only one run of one file, at an
+address of its own choice. So it reserves room for all runs here, and the C library's `mmap` then
+maps each of them at its place in that room.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from pathlib import Path
 
 _PAGE = mmap.PAGESIZE
 _HUGE = 2 << 20
-"""Where a run lies as far behind a multiple of this as in its file, the kernel may map large pages
-of the page cache as such: 512 times fewer entries to make."""
+"""Size of a large page. The kernel can map a run by large pages, with 512 times fewer entries to
+make, if its address and its place in the file are equally far behind a multiple of this."""
 _MAP_FIXED = 0x10
 _MADV_POPULATE_READ = 22
 _FAILED = ctypes.c_void_p(-1).value
@@ -61,7 +62,7 @@ def stitched(runs: Sequence[FileRun]) -> memoryview:
     """
     skew = runs[0].start % _HUGE
     length = skew + sum(run.length for run in runs)
-    # Room of a multiple of that length begins at a multiple of it, since Linux 6.7.
+    # Since Linux 6.7, room whose length is a multiple of _HUGE also begins at such a multiple.
     room = mmap.mmap(-1, length + -length % _HUGE, mmap.MAP_PRIVATE)
     address = ctypes.addressof(ctypes.c_char.from_buffer(room))
     at = skew
@@ -77,7 +78,8 @@ def stitched(runs: Sequence[FileRun]) -> memoryview:
 def have_at_hand(memory: memoryview) -> None:
     """Read the pages of mapped memory that are not in memory yet. Raises OSError.
 
-    Who touches what a disk does not give back is killed. To be asked before, Linux 5.14 is needed.
+    Without this, touching a page that the disk cannot deliver kills the process (SIGBUS). Needs
+    Linux 5.14.
     """
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     skew = address % _PAGE

@@ -43,7 +43,7 @@ class FileOptions:
     policy: str | None = None
     """HDFS storage policy, such as `ALL_SSD` or `COLD`."""
     counts_replicas: bool = False
-    """Whether closing the file is to tell on how many machines it lies, if the store can."""
+    """Whether `close` should count on how many machines the file lies, if the store can."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +152,12 @@ class Stage(ABC):
 
     @abstractmethod
     def write(self, data: Buffer, again: Again | None = None) -> None:
-        """Append bytes, which the caller leaves unchanged until close or abort.
+        """Append bytes.
 
-        So a wrapper can write them again without keeping a copy. With `again`, which gives the same
-        bytes once more, they are the caller's as soon as this returns: memory is used again while
-        the file is written. Raises StoreUnavailable, StoreFull, and what `again` raises.
+        Without `again`, the caller leaves `data` unchanged until close or abort, so that a wrapper
+        can write it once more without keeping a copy. With `again`, which returns the same bytes
+        whenever they are needed once more, `data` may be overwritten as soon as this returns.
+        Raises StoreUnavailable, StoreFull, and what `again` raises.
         """
 
     @abstractmethod

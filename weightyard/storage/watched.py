@@ -16,11 +16,11 @@ _Job = tuple[Callable[[], Any], "Future[Any]"]
 
 
 class Watched:
-    """Runs calls in threads of its own and gives up on those that take too long.
+    """Runs calls in threads of its own, and stops waiting for those that take too long.
 
-    There are as many threads as there were calls at once, and never more than `most`. A call given
-    up on keeps its thread until it returns; when none is free, callers wait, no longer than they
-    would for an answer. The threads do not keep the process alive, as those of an executor would.
+    A thread is started when a call finds none idle, up to `most`. A call given up on keeps its
+    thread until it returns; when none is free, callers wait, no longer than they would for an
+    answer. The threads do not keep the process alive, as those of an executor would.
     """
 
     def __init__(self, most: int = 32) -> None:
@@ -46,7 +46,9 @@ class Watched:
                 raise
             raise StoreUnavailable(f"{doing}: no answer for {limit_s:.1f} s") from None
         finally:
-            del outcome  # it has the error, which has this frame: a ring around the caller's memory
+            # Its error refers to this frame, which refers to it: such a cycle would keep the
+            # caller's memory until the garbage collector finds it.
+            del outcome
 
     def close(self) -> None:
         """End the threads: those with nothing to do now, the others when their call returns."""
@@ -89,7 +91,7 @@ class Watched:
             del job, function, outcome, answer, failed
 
     def _rest(self, inbox: SimpleQueue[_Job | None]) -> bool:
-        """A thread has nothing to do. Returns whether it will have: not once this is closed."""
+        """A thread has nothing to do now. Returns whether to keep it: not once this is closed."""
         with self._lock:
             is_kept = not self._is_closed
             if is_kept:

@@ -43,7 +43,7 @@ from weightyard.testing.cluster.shared_classes import ArchiveInTheMaking, listin
 
 _SETTLED_S = 5.0
 _REPORTED_S = 30.0
-"""In which a DataNode that is taken for new again, on a busy machine too, reports its blocks."""
+"""How long a restarted DataNode may take to report its blocks, also on a busy machine."""
 
 _ANSWER_S = 30.0
 

@@ -22,7 +22,7 @@ from weightyard.testing.cluster.processes import Leash
 def archive_of(java: Java) -> Path:
     """Where the archive for this Java lies, beside Hadoop's jars. It may not exist yet."""
     program = java.program.resolve()
-    # A Java that an archive does not fit goes without, and does not say so: hence the key.
+    # Java silently ignores an archive that another Java made: so each Java has one of its own.
     key = f"{program} {program.stat().st_mtime_ns}"
     name = f"classes-{hashlib.blake2s(key.encode()).hexdigest()[:12]}.jsa"
     return java.jars[0].parent.parent / name
