@@ -263,7 +263,6 @@ def _read_paths(url: str, settings: Settings) -> Iterator[Finding]:
 def _database(store: Store, settings: Settings) -> Iterator[Finding]:
     with _opened(store, settings) as database:
         if database is None:
-            binding.require_vacant(store, None)
             yield _warn("database", "there is none yet", "the first push makes it")
             return
         shown = database.shown
@@ -294,10 +293,14 @@ def _schema(database: Database) -> Finding:
 
 def _binding(store: Store, settings: Settings) -> Iterator[Finding]:
     with _opened(store, settings) as database:
-        if database is None or migrate.current(database) != migrate.newest():
+        if database is None:
+            binding.require_vacant(store, None)
+            return
+        if migrate.current(database) != migrate.newest():
             return
         mine = database.read(lambda tx: tx.execute(select(schema.registry)).one())
         if binding.read_yard_file(store) is None and mine.yard_id is None:
+            binding.require_vacant(store, database.files_in(folder_of(store)))
             yield _warn("binding", "store and database are both new", "the first push binds them")
             return
         bound = binding.bind(database, store)
