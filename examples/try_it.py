@@ -87,7 +87,7 @@ def what_to_try(url: str, folder: str) -> list[str]:
         f"{command} diff {MODEL}@v1 {MODEL}@v2",
         f"{command} alias set {MODEL} prod v2 --reason 'looks better'",
         f"{command} pull {MODEL}@prod {shlex.quote(folder)}",
-        *([f"curl --fail --silent --show-error {url}/api/v1/models/{MODEL}"] if has_curl else []),
+        *([f"curl -fsS -w '\\n' {url}/api/v1/models/{MODEL}"] if has_curl else []),
     ]
 
 

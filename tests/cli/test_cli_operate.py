@@ -31,7 +31,12 @@ def test_gc_frees_what_rm_said_and_keeps_the_rest(two: Cli, base: Path, tmp_path
     plan = two.json("gc", "--dry-run", "--grace", "0s")
     assert plan["deleted_bytes"] >= freed
     assert all(item["why"] for item in plan["items"])
+    said = two.ok("gc", "--dry-run")
+    assert "1 pack would be condemned" in said
+    assert "to be deleted by a gc after the grace of 1w" in said
     assert two.json("gc")["packs_deleted"] == 0  # its grace has only begun
+    assert "`gc --dry-run` shows what waits" in two.ok("gc")
+    assert "1 pack waiting for the grace to be over" in two.ok("gc", "--dry-run")
     done = two.json("gc", "--grace", "0s")
     assert (done["dry_run"], done["deleted_bytes"]) == (False, plan["deleted_bytes"])
     two.ok("pull", BERT, tmp_path / "out")

@@ -260,6 +260,7 @@ def test_the_story_of_make_run_runs_through(
     assert done.returncode == 0, done.stdout + done.stderr
     assert "example/tiny@prod is on v2; it was on v1" in done.stdout
     assert '"latest":2' in done.stdout.replace(" ", "")
+    assert done.stdout.endswith("\n"), "a shell's prompt would stand behind curl's answer"
     port = re.search(r"http://127\.0\.0\.1:(\d+)", done.stdout)
     assert port is not None
     assert int(port[1]) >= first_free

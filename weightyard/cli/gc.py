@@ -85,11 +85,12 @@ def _show(console: Console, report: GcReport) -> None:
         (
             report.packs_condemned,
             f"{count(report.packs_condemned, 'pack')} {would}condemned "
-            f"({size(report.condemned_bytes)}): they go after {span(report.grace_s)}",
+            f"({size(report.condemned_bytes)}), to be deleted by a gc after the grace of "
+            f"{span(report.grace_s)}",
         ),
         (
             report.packs_waiting,
-            f"{count(report.packs_waiting, 'pack')} wait for the grace to be over "
+            f"{count(report.packs_waiting, 'pack')} waiting for the grace to be over "
             f"({size(report.waiting_bytes)})",
         ),
         (report.packs_rewritten, f"{count(report.packs_rewritten, 'pack')} {would}written anew"),
@@ -106,7 +107,10 @@ def _show(console: Console, report: GcReport) -> None:
         ),
     ]
     said = [line for amount, line in lines if amount]
-    for line in said or ["Nothing to collect."]:
+    nothing = "Nothing to collect."
+    if not report.dry_run:  # which alone looks for what is condemned and waits
+        nothing = "Nothing to collect now; `gc --dry-run` shows what waits for its grace."
+    for line in said or [nothing]:
         console.print(line, markup=False)
     for line in report.failed[:_FEW]:
         console.print(f"not done: {clean(line)}", style="red", markup=False)
