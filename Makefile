@@ -68,7 +68,7 @@ clean: ## remove .venv and caches of this folder
 	rm -rf $(VENV) $(VENV)-vllm .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache dist
 
 $(BIN)/uv:
-	$(PYTHON) -c 'import sys; sys.exit("weightyard needs Python 3.11 or newer; set PYTHON=") if sys.version_info < (3, 11) else 0'
+	@$(PYTHON) -c 'import sys; sys.exit("weightyard needs Python 3.11 or newer, and $(PYTHON) is %d.%d: make PYTHON=python3.12, or what yours is called" % sys.version_info[:2] if sys.version_info < (3, 11) else 0)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt uv
 
