@@ -52,6 +52,9 @@ class Calls:
         """`meanwhile`: what happens while an operation stands still at a point to `stop` at."""
         self.seen: list[Call] = []
         self.is_reached = False
+        self.went_on: list[Call] = []
+        """What another thread of the operation called meanwhile: it did not stand still."""
+        self._is_standing = False
         self._point = point
         self._meanwhile = meanwhile
         self._counts = {"store": 0, "sql": 0}
@@ -100,6 +103,8 @@ class Calls:
             index = self._counts[kind]
             self._counts[kind] += 1
             self.seen.append((kind, index, name))
+            if self._is_standing:
+                self.went_on.append((kind, index, name))
         point = self._point
         if point is None or (point.kind, point.index) != (kind, index):
             return None
@@ -107,7 +112,11 @@ class Calls:
         if point.mode == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if point.mode == "stop" and self._meanwhile is not None:
-            self._meanwhile()
+            self._is_standing = True
+            try:
+                self._meanwhile()
+            finally:
+                self._is_standing = False
         return point.mode
 
 

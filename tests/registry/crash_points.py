@@ -29,6 +29,7 @@ from ending import end_with_parent
 
 from weightyard.errors import YardError
 from weightyard.records import GcReport
+from weightyard.registry import freshness
 from weightyard.registry.registry import Registry
 from weightyard.transfer import once
 
@@ -37,6 +38,8 @@ MODES = ("before", "after", "kill")
 _LOOKS = ("stat", "list", "locate", "read")
 
 once._STAGED_AT_ONCE = 1  # one after the other, so that calls come in one order
+# Nobody gives up a look at which an operation is stopped, to go on while the yard is put back.
+freshness._LOOK_S = LIMIT_S
 
 
 class Worker:
@@ -124,6 +127,8 @@ class Worker:
             outcome = Outcome(is_done=True)
         if not calls.is_reached:
             self._blame(point, "was not reached")
+        if calls.went_on:
+            self._blame(point, f"did not stand still: {calls.went_on[:5]}")
         return outcome
 
     def _kill(self, point: Point) -> Outcome:

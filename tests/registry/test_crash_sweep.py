@@ -22,11 +22,13 @@ from typing import Any
 import crash_world
 import publishing
 import pytest
+import waiting
+from crash_calls import Calls, Point
 from crash_world import AT_ONCE
 from pushing import BERT, push
 from sqlalchemy import make_url
 
-from weightyard.registry import binding
+from weightyard.registry import binding, freshness
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.storage import layout
@@ -164,6 +166,26 @@ def test_on_hdfs_lost_answers_go_unnoticed_and_killed_writers_and_collectors_lea
         # What gc has to do is not the same each time, but it was killed until it came to its end.
         assert kills == planned or (operation == "gc" and kills >= planned // 2), found
         assert found[operation]["lost"] >= 5
+
+
+def test_an_operation_that_does_not_stand_still_while_it_is_stopped_is_found_out(
+    database: Database, store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """gc, or the yard being put back, is then beside another thread of it, not between its calls.
+
+    It went on where a busy machine took longer than a look at the store is waited for.
+    """
+    binding.bind(database, store)
+    monkeypatch.setattr(freshness, "_LOOK_S", 0.01)
+
+    def stand() -> None:
+        waiting.eventually(lambda: calls.went_on)
+
+    calls = Calls(Point("push", "store", 0, "stat", "stop"), stand)
+    with Registry(database, store=calls.store(store)) as registry, calls.database(database):
+        push(registry, store, b"one")
+    assert calls.is_reached
+    assert [kind for kind, _, _ in calls.went_on][:1] == ["sql"]
 
 
 def test_a_record_written_at_the_second_try_leaves_nothing_that_gc_does_not_find(
