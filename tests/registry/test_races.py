@@ -17,13 +17,14 @@ from weightyard.errors import (
     QuotaExceeded,
     VersionMoved,
 )
+from weightyard.format.manifest import encode
 from weightyard.names import AliasName, ModelName, Ref
 from weightyard.records import Publication, Retention, Version
 from weightyard.registry import binding
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.storage.local import LocalStore
-from weightyard.transfer.publish import publish
+from weightyard.transfer.publish import publish, store_manifest
 
 PROD = AliasName("prod")
 
@@ -211,6 +212,30 @@ def test_of_two_commits_with_one_key_and_other_content_one_is_refused(
     assert isinstance(error, KeyReused)
     assert two.resolve(Ref.parse("team/bert")) == done.first.result()
     assert done.first.result().number == 4
+
+
+def test_a_commit_that_is_asked_for_again_while_it_goes_on_gives_the_same_version(
+    one: Registry, two: Registry, store: LocalStore
+) -> None:
+    """As whoever did not wait for its answer does, or a proxy between them."""
+    said = Publication()
+    upload = one.open_upload(BERT, said)
+    manifest = write(upload, store, b"ours")
+    digest, stored = encode(manifest)
+    store_manifest(store, upload, digest, stored, None, min_replicas=1)
+    again = two.resume_upload(upload.id, said)
+    with reaching(two.database, "SELECT uploads", "BEGIN IMMEDIATE") as second_reached:
+        done = race(
+            one.database,
+            "UPDATE uploads SET state",
+            lambda: upload.commit(digest, manifest, said, "the-key"),
+            lambda: again.commit(digest, manifest, said, "the-key"),
+            second_reached=second_reached,
+        )
+    assert done.second_waited
+    assert done.errors == []
+    assert done.second.result() == done.first.result()
+    assert [version.number for version in two.versions(BERT)] == [4, 3, 2, 1]
 
 
 @pytest.mark.parametrize("limit", ["versions", "stored_bytes"])

@@ -94,6 +94,31 @@ def test_a_commit_may_be_repeated_with_its_key(world: World) -> None:
     assert world.call("GET", "models/team/bert").json()["versions"] == 1
 
 
+def test_a_commit_asked_for_again_while_it_goes_on_gives_the_same_version(
+    world: World, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a proxy does that waits for less long than a large version takes."""
+    upload = begin(world)
+    world.call("PUT", f"{upload}/files/a", token="writer", content=b"one")
+    shown = {"Authorization": f"Bearer {world.secrets['writer']}", "Idempotency-Key": "k1"}
+    answers: list[httpx.Response] = []
+
+    def commit() -> None:
+        target = f"{url}/api/v1/{upload}/commit"
+        answers.append(httpx.post(target, headers=shown, timeout=LIMIT_S))
+
+    def assemble(received: Any) -> Any:
+        monkeypatch.undo()
+        commit()  # all of the other, while the first has only begun
+        return uploads.assemble(received)
+
+    monkeypatch.setattr(uploads, "assemble", assemble)
+    commit()
+    assert [answer.status_code for answer in answers] == [201, 201], answers[-1].text
+    assert answers[0].json() == answers[1].json()
+    assert world.call("GET", "models/team/bert").json()["versions"] == 1
+
+
 def test_a_key_of_one_upload_is_not_that_of_another(world: World) -> None:
     for expected in (201, 409):
         upload = begin(world)

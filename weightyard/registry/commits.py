@@ -11,7 +11,13 @@ from blake3 import blake3
 from sqlalchemy import Connection, exists, func, insert, select, update
 from sqlalchemy.exc import NoResultFound
 
-from weightyard.errors import BlockMissing, KeyReused, NoSuchThing, VersionMoved
+from weightyard.errors import (
+    BlockMissing,
+    KeyReused,
+    NoSuchThing,
+    UploadExpired,
+    VersionMoved,
+)
 from weightyard.format.manifest import Manifest
 from weightyard.names import AliasName, BlockId, Digest, ModelName, Ref, UploadId
 from weightyard.records import Publication, Version
@@ -47,7 +53,12 @@ def commit(
     """
     if done := _done_before(tx, key, digest, upload):  # the answer was lost, not the work
         return done
-    opened = uploads.fence(tx, upload, alone=True)  # an upload that expired fails here, loudly
+    try:
+        opened = uploads.fence(tx, upload, alone=True)  # one that expired fails here, loudly
+    except UploadExpired:
+        if done := _done_before(tx, key, digest, upload):  # it went on until just now
+            return done
+        raise
     if publication.checkpoint is not None:
         runs.require_ranks(tx, upload, opened.row_id, publication.checkpoint.ranks)
     # must: before anything refers to them

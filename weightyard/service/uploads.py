@@ -11,7 +11,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Body, Header, Path, Request, Response
 from fastapi.openapi.models import Example
 
-from weightyard.errors import Refused, Retryable, StoreFull
+from weightyard.errors import Refused, Retryable, StoreFull, UploadExpired
 from weightyard.logs import Log
 from weightyard.names import AliasName, Digest, FilePath, PackId, Ref
 from weightyard.records import Publication, Role, Version
@@ -333,8 +333,13 @@ def _commit_received(
     """A version of the files the service received."""
     if (done := handle.committed(key)) is not None:
         return done
-    manifest = assemble(handle.received())
-    if publication.config is None:
-        publication = publication.model_copy(update={"config": config_in(yard, manifest)})
-    replicas = least_replicas(yard.store, publication.replication)
-    return publish(yard.store, handle, manifest, publication, key, min_replicas=replicas)
+    try:
+        manifest = assemble(handle.received())
+        if publication.config is None:
+            publication = publication.model_copy(update={"config": config_in(yard, manifest)})
+        replicas = least_replicas(yard.store, publication.replication)
+        return publish(yard.store, handle, manifest, publication, key, min_replicas=replicas)
+    except UploadExpired:
+        if (done := handle.committed(key)) is not None:  # by the same request, sent before
+            return done
+        raise
