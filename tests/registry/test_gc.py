@@ -126,6 +126,24 @@ def test_a_lease_that_ended_holds_nothing(
     assert gc(registry, store).packs_deleted == 1
 
 
+def test_a_reader_whose_lease_ended_does_not_renew_or_end_that_of_another(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    """It was asleep, and has the id of its lease still: no other lease gets that."""
+    push(registry, store, noise(1))
+    version = push(registry, store, noise(2))
+    asleep = registry.take_lease(Ref.parse("team/bert@v1"), "asleep", 60)
+    pass_time(database, 61)
+    gc(registry, store)
+    registry.take_lease(Ref.parse("team/bert@v2"), "reading", 3600)
+    with pytest.raises(NoSuchThing, match="ended"):
+        registry.renew_lease(asleep.id, 60)
+    registry.release_lease(asleep.id)
+    registry.remove(Ref.parse("team/bert@v2"))
+    gc(registry, store)
+    assert read_back(registry, store, version) == [noise(2)]
+
+
 def test_a_killed_writer_leaves_nothing_once_its_grace_is_over(
     registry: Registry, store: LocalStore, database: Database
 ) -> None:

@@ -1,10 +1,13 @@
 """Read leases: a reader that goes on for long says so, and gc leaves its version alone.
 
 A lease counts until gc has found it expired and removed it; then it cannot be renewed any more.
+Ids are random: by one of a lease that ended nobody gets at another, as SQLite would number it, or a
+registry that was rebuilt.
 """
 
 from __future__ import annotations
 
+import secrets
 from typing import Any
 
 from sqlalchemy import Connection, Row, delete, insert, select, update
@@ -18,6 +21,9 @@ from weightyard.registry.rows import clock, moment
 
 _leases = schema.read_leases
 
+_ID_BITS = 53
+"""Of a whole number that every reader of JSON keeps as it is."""
+
 
 def take(tx: Connection, ref: Ref, holder: str, seconds: float, author: str) -> ReadLease:
     """Hold a version's bytes for a while, whatever happens to the version. Raises NoSuchThing."""
@@ -30,11 +36,12 @@ def take(tx: Connection, ref: Ref, holder: str, seconds: float, author: str) -> 
     if not tx.execute(there).rowcount:
         raise NoSuchThing(f"no version {ref}: it was just removed")
     until_ms = clock(tx) + _millis(seconds)
-    lease_id = tx.execute(
-        insert(_leases)
-        .values(version_id=row.id, holder=holder, until_ms=until_ms, author=author)
-        .returning(_leases.c.id)
-    ).scalar_one()
+    lease_id = secrets.randbits(_ID_BITS)
+    tx.execute(
+        insert(_leases).values(
+            id=lease_id, version_id=row.id, holder=holder, until_ms=until_ms, author=author
+        )
+    )
     return ReadLease(
         id=lease_id,
         ref=f"{row.project}/{row.name}@v{row.number}",

@@ -121,7 +121,7 @@ async def _authorize(request: Request, need: Need | None) -> None:
         model = Ref.parse(lease.ref).model
         is_admin = principal.role is Role.ADMIN and principal.may_read(model)
         if lease.author != principal.who and not is_admin:
-            raise no_such_lease(lease.id)  # ids are counted: others learn nothing by trying them
+            raise no_such_lease(lease.id)  # others learn nothing by trying ids
         principal.require_model(need.role, model)
         request.state.lease = lease
     elif need.everywhere:
