@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import TypeVar
 
 import pytest
 from collecting import KIB, noise
 from pushing import BERT, push, read_back, write
-from racing import LIMIT_S, race, reaching
+from racing import LIMIT_S, SOON_S, race, reaching
+from sqlalchemy import Connection
 
 from weightyard.errors import (
     AliasMoved,
@@ -18,13 +22,15 @@ from weightyard.errors import (
     VersionMoved,
 )
 from weightyard.format.manifest import encode
-from weightyard.names import AliasName, ModelName, Ref
+from weightyard.names import AliasName, FilePath, ModelName, Ref
 from weightyard.records import Publication, Retention, Version
-from weightyard.registry import binding
+from weightyard.registry import binding, quotas, received
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.storage.local import LocalStore
 from weightyard.transfer.publish import publish, store_manifest
+
+_T = TypeVar("_T")
 
 PROD = AliasName("prod")
 
@@ -236,6 +242,48 @@ def test_a_commit_that_is_asked_for_again_while_it_goes_on_gives_the_same_versio
     assert done.errors == []
     assert done.second.result() == done.first.result()
     assert [version.number for version in two.versions(BERT)] == [4, 3, 2, 1]
+
+
+def meet(one: Registry, first: Callable[[Connection], object], second: Callable[[], _T]) -> _T:
+    """`second` comes when `first` has done all but its commit. What it gives."""
+    with ThreadPoolExecutor(1) as pool:
+
+        def work(tx: Connection) -> Future[_T]:
+            first(tx)
+            coming = pool.submit(second)
+            wait([coming], SOON_S)
+            return coming
+
+        return one.database.write(work).result()
+
+
+def test_of_two_who_send_the_same_file_at_once_neither_is_in_the_others_way(
+    one: Registry, two: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tried again, each would meet the next, however many they are."""
+    monkeypatch.setattr("weightyard.registry.database._MEETINGS", 1)
+    upload, path = one.open_upload(BERT, Publication()), FilePath("a")
+    again = two.resume_upload(upload.id, Publication())
+    for ours, theirs in ((b"1", b"2"), (b"3", b"4")):  # of a new file, and of one sent before
+        meet(
+            one,
+            partial(received.put, upload=upload.id, path=path, manifest=ours),
+            partial(again.put_file, path, theirs),
+        )
+        assert upload.received() == [theirs]
+
+
+def test_of_two_who_set_a_quota_at_once_neither_is_in_the_others_way(
+    one: Registry, two: Registry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("weightyard.registry.database._MEETINGS", 1)
+    for ours in (7, 9):
+        set_ours = partial(quotas.put, project="team", stored_bytes=None, versions=ours, who="")
+        set_theirs = partial(two.set_quota, "team", stored_bytes=None, versions=ours + 1)
+        assert meet(one, set_ours, set_theirs).versions == ours + 1
+        assert one.quota("team").versions == ours + 1
+    one.set_quota("team", stored_bytes=None, versions=None)
+    assert one.quota("team").versions is None
 
 
 @pytest.mark.parametrize("limit", ["versions", "stored_bytes"])

@@ -6,13 +6,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from sqlalchemy import Connection, delete, func, insert, select
+from sqlalchemy import Connection, delete, func, select
 
 from weightyard.errors import QuotaExceeded
 from weightyard.format.pack import Placement
 from weightyard.names import BlockId, UploadId
 from weightyard.records import Quota
 from weightyard.registry import audit, schema, uploads, versions
+from weightyard.registry.rows import put_row
 from weightyard.registry.schema import FileState
 
 _q, _v, _m = schema.quotas, schema.versions, schema.models
@@ -58,10 +59,11 @@ def put(
     tx: Connection, project: str, *, stored_bytes: int | None, versions: int | None, who: str
 ) -> Quota:
     """Set a project's limits; None lifts one."""
-    tx.execute(delete(_q).where(_q.c.project == project))
     limits = {"stored_bytes": stored_bytes, "versions": versions}
     if stored_bytes is not None or versions is not None:
-        tx.execute(insert(_q).values(project=project, **limits))
+        put_row(tx, _q, project=project, **limits)
+    else:
+        tx.execute(delete(_q).where(_q.c.project == project))
     audit.record(tx, who, "quota.set", project, limits)
     return get(tx, project)
 

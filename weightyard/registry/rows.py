@@ -69,6 +69,18 @@ def insert_missing(tx: Connection, table: Table, rows: Sequence[Mapping[str, Any
             tx.execute(_insert_arrays(table, batch).on_conflict_do_nothing())
 
 
+def put_row(tx: Connection, table: Table, **row: Any) -> None:
+    """Insert a row, or set what is not its key where it is there already, whoever else does so.
+
+    Of two who delete it first and insert it then, the second would meet the first one's.
+    """
+    keys = [column.name for column in table.primary_key]
+    dialect: Any = sqlite if tx.dialect.name == "sqlite" else postgresql
+    rest = {name: value for name, value in row.items() if name not in keys}
+    put = dialect.insert(table).values(row)
+    tx.execute(put.on_conflict_do_update(index_elements=keys, set_=rest))
+
+
 def insert_new(tx: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) -> None:
     """Insert rows, all with the same columns, none of whose keys may be there."""
     for batch in batches(rows):
