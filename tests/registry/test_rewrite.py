@@ -18,11 +18,14 @@ from weightyard.registry.collect import GcOptions
 from weightyard.registry.database import Database
 from weightyard.registry.registry import Registry
 from weightyard.registry.schema import FileState
+from weightyard.registry.uploads import Reading
 from weightyard.storage import layout
 from weightyard.storage.local import LocalStore
 from weightyard.transfer.plan import Wanted
 from weightyard.transfer.reader import Reader
 from weightyard.transfer.writer import WriteOptions
+
+_WRITERS = select(schema.uploads.c.project, schema.uploads.c.author)
 
 
 class Remembered:
@@ -74,6 +77,21 @@ def test_small_packs_become_one_and_every_version_stays_readable(
     require_no_orphan(database, store)
     assert registry.check(store, read_data=True).is_clean
     assert gc(registry, store).packs_rewritten == 0, "once is enough"
+
+
+def test_what_gc_wrote_is_no_tokens_own_whatever_its_name(
+    registry: Registry, store: LocalStore
+) -> None:
+    """Who wrote a block may know of it: that is not gc, which moves those of all projects."""
+    for seed in range(5):
+        push(registry, store, noise(seed))
+    assert gc(registry, store).packs_made == 1
+    blocks = [block_id(noise(seed)) for seed in range(5)]
+    wrote = registry.database.read(lambda tx: tx.execute(_WRITERS).all())
+    names = {who for project, who in wrote if project != BERT.project}
+    assert names == {""}, "a token of that name would read all projects"
+    assert registry.placements(blocks, reading=Reading(("weightyard",), "weightyard")) == {}
+    assert len(registry.placements(blocks, reading=Reading(("team",), "alice"))) == 5
 
 
 def test_a_few_small_packs_are_left_alone(registry: Registry, store: LocalStore) -> None:

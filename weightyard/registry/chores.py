@@ -19,6 +19,9 @@ from weightyard.storage.store import Store
 
 LEASE_S = 900.0
 
+_NOBODY = ""
+"""No token has this name, so what gc moved from all projects is none's own (`uploads.Reading`)."""
+
 
 @contextmanager
 def small_files(database: Database, store: Store, chore: str) -> Iterator[UploadId]:
@@ -36,7 +39,7 @@ def small_files(database: Database, store: Store, chore: str) -> Iterator[Upload
 
 def open_chore(tx: Connection, upload: UploadId, chore: str) -> None:
     model = ModelName("weightyard", chore)
-    uploads.open_upload(tx, upload, model, "weightyard", LEASE_S, Publication())
+    uploads.open_upload(tx, upload, model, _NOBODY, LEASE_S, Publication())
 
 
 def _forget(tx: Connection, upload: UploadId) -> None:
