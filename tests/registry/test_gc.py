@@ -116,6 +116,18 @@ def test_a_reader_with_a_lease_keeps_a_removed_version(
         registry.take_lease(Ref.parse("team/bert@v1"), "late", 60)
 
 
+def test_content_that_is_pushed_again_brings_no_removed_version_back_to_the_books(
+    registry: Registry, store: LocalStore, database: Database
+) -> None:
+    """Else a commit would write a line for each list of each version there ever was of it."""
+    for number in (1, 2, 3):
+        push(registry, store, noise(1), noise(2))
+        edges = rows(database)["version_lists"]
+        assert edges == 2
+        registry.remove(Ref.parse(f"team/bert@v{number}"))
+        assert gc(registry, store).versions_purged == 1
+
+
 def test_a_lease_that_ended_holds_nothing(
     registry: Registry, store: LocalStore, database: Database
 ) -> None:

@@ -229,6 +229,7 @@ def _share_lists(tx: Connection, manifest_row: int, version_row: int) -> None:
         .where(
             v.c.manifest_id == manifest_row,
             v.c.id != version_row,
+            v.c.removed_ms.is_(None),
             ~exists().where(other.c.version_id == v.c.id),
         )
     )
