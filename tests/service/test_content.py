@@ -17,7 +17,7 @@ from sqlalchemy import update
 from waiting import eventually
 
 from weightyard.errors import NotAllowed, RegistryUnavailable, StoreFull, YardError
-from weightyard.format.block import MIB
+from weightyard.format.block import MIB, block_id
 from weightyard.names import Digest, PackId
 from weightyard.registry import schema
 from weightyard.registry.schema import Dedup
@@ -287,6 +287,27 @@ def test_where_projects_share_nothing_a_version_tells_of_its_own_packs_only(
 
     assert told("reader") == (1, 1)
     assert told("boss") == (2, 2)
+
+
+def test_nobody_asks_what_uploads_of_a_project_find_that_he_may_not_read(
+    any_world: World,
+) -> None:
+    """Where projects share nothing it would tell that the project has the same content."""
+    apart = update(schema.registry).values(dedup=Dedup.PROJECT)
+    any_world.registry.database.write(lambda tx: tx.execute(apart))
+    guessed = b"secret" * 20_000
+    for model in ("team/bert", "other/guess"):
+        push(any_world.registry, any_world.store, model, guessed)
+    body = {"blocks": [block_id(guessed).hex]}
+
+    def ask(token: str, project: str) -> tuple[int, int]:
+        answer = any_world.call("POST", f"placements?for_project={project}", token=token, json=body)
+        return answer.status_code, len(answer.json().get("packs", ()))
+
+    assert ask("stranger", "other") == (200, 1)
+    assert ask("stranger", "team") == (403, 0)
+    assert ask("reader", "team") == (200, 1)
+    assert ask("boss", "other") == (200, 1)
 
 
 def test_replicas_name_the_datanodes(world: World, data: bytes) -> None:

@@ -180,9 +180,10 @@ async def find_placements(
         str | None, Query(description="Only where an upload of this project would find them")
     ] = None,
 ) -> Placed:
-    """Where blocks lie, of those one may read."""
+    """Where blocks lie, of those one may read. Of a project one may not read nothing is told."""
     if for_project is not None:
         for_project = ModelName(for_project, "any").project
+        caller.require(Role.READ, for_project)
     found = await yard.ask(
         yard.registry.placements, body.ids(), reading=caller.reading, for_project=for_project
     )
