@@ -209,6 +209,24 @@ def test_a_rebuilt_registry_still_keeps_projects_apart(
     assert read_back(again, store, push(again, store, noise(3), model=RED)) == [noise(3)]
 
 
+def test_a_rebuilt_registry_tells_nobody_of_packs_whose_writer_it_does_not_know(
+    database: Database, store: LocalStore, empty: Database
+) -> None:
+    binding.bind(database, store)
+    registry = Registry(database, store=store)
+    push(registry, store, noise(1), model=RED)
+    registry.flush_outbox(store)
+    rebuild(store, empty)
+    again = Registry(empty, store=store)
+    upload = again.open_upload(BLUE, Publication(), who="eve")
+    block = block_id(noise(1))
+    for projects, found in ((("blue",), []), (("blue", "red"), [block])):
+        reading = Reading(projects, "eve")
+        assert [*again.placements([block], reading=reading)] == found
+        claimed = again.resume_upload(upload.id, Publication(), reading=reading).claim([block])
+        assert [*claimed] == found
+
+
 def test_the_choice_is_made_once(apart: Registry, store: LocalStore) -> None:
     with pytest.raises(BadSetting, match="dedup=project"):
         binding.bind(apart.database, store, dedup=Dedup.YARD)

@@ -119,6 +119,19 @@ def test_a_commit_asked_for_again_while_it_goes_on_gives_the_same_version(
     assert world.call("GET", "models/team/bert").json()["versions"] == 1
 
 
+def test_an_admin_of_the_project_finishes_what_a_writer_began(any_world: World) -> None:
+    """A commit takes the blocks its upload wrote, whoever of those who may does it."""
+    upload, contents = begin(any_world), {"a": os.urandom(70_000), "b": os.urandom(70_000)}
+    for token, (path, data) in zip(("writer", "lead"), contents.items(), strict=True):
+        sent = any_world.call("PUT", f"{upload}/files/{path}", token=token, content=data)
+        assert sent.status_code == 200, sent.text
+    done = any_world.call("POST", f"{upload}/commit", token="lead")
+    assert done.status_code == 201, done.text
+    for path, data in contents.items():
+        answer = any_world.call("GET", f"models/team/bert/versions/1/files/{path}", token="reader")
+        assert answer.content == data
+
+
 def test_a_key_of_one_upload_is_not_that_of_another(world: World) -> None:
     for expected in (201, 409):
         upload = begin(world)

@@ -143,7 +143,7 @@ def _require_placements(
     """
     wanted = [block.id for block in manifest.blocks]
     columns = schema.placements.c.block_id, schema.blocks.c.hash
-    found = uploads.lying(tx, wanted, reading, *columns)
+    found = uploads.lying(tx, wanted, reading, *columns, or_written_by=upload_row)
     bases = uploads.standalone_packs(tx, found)
     held = uploads.usable(found, bases, uploads.held_packs(tx, upload_row))
     by_hash = {block.raw: block for block in wanted}

@@ -285,16 +285,21 @@ def lying(
     blocks: Sequence[BlockId],
     reading: Reading | None,
     *columns: ColumnElement[Any],
+    or_written_by: int | None = None,
 ) -> list[Row[Any]]:
     """Placements of blocks, in packs of any state: `pack_id`, `base_id` and these columns.
 
+    With `reading`, of those it allows, or that an upload (by its row id) wrote.
     Those in packs that count are told apart here, not in SQL: of a few packs with many blocks the
     database might go through all that lies in them.
     """
     b, p = schema.blocks, schema.placements
     rows = select(p.c.pack_id, p.c.base_id, *columns).join_from(p, b, b.c.id == p.c.block_id)
     if reading is not None:  # a pack may also have blocks of other projects
-        rows = rows.join(schema.packs).where(reading.allows(p.c.block_id))
+        allowed = reading.allows(p.c.block_id)
+        if or_written_by is not None:
+            allowed = or_(allowed, schema.packs.c.upload_id == or_written_by)
+        rows = rows.join(schema.packs).where(allowed)
     found: list[Row[Any]] = []
     for batch in batches(dict.fromkeys(blocks)):
         wanted = is_one_of(tx, b.c.hash, [block.raw for block in batch])
