@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 from collecting import DAY_S, gc, noise, pass_time, require_no_orphan
-from pushing import BERT, push, read_back
+from crash_world import AT_ONCE
+from pushing import BERT, push, read_back, write
 from sqlalchemy import and_, func, select, text, update
 
 from weightyard.errors import FileMissing, UploadExpired, YardError
@@ -26,12 +27,36 @@ from weightyard.registry.locking import lock
 from weightyard.registry.needs import Needs
 from weightyard.registry.registry import Registry, RegistryUpload
 from weightyard.registry.schema import FileState
+from weightyard.registry.uploads import Reading
 from weightyard.storage.local import LocalStore
 from weightyard.storage.store import StagedFile, StorePath
+from weightyard.transfer.publish import publish
 
 LIMIT_S = 60.0
 GATE = 1
 """A lock of PostgreSQL that means nothing but in one test."""
+
+
+def test_what_a_token_claimed_it_may_commit_though_gc_let_go_of_the_version_it_is_from(
+    database: Database, store: LocalStore
+) -> None:
+    """It may commit what versions of its projects have. So these are not let go of meanwhile."""
+    binding.bind(database, store)
+    registry = Registry(database)
+    for seed in (1, 2):
+        push(registry, store, noise(seed))
+    reading = Reading(("team",), "eve")
+    opened = registry.open_upload(BERT, Publication(), who="eve")
+    upload = registry.resume_upload(opened.id, Publication(), reading=reading)
+    manifest = write(upload, store, noise(1), noise(3))
+    for number in (1, 2):
+        registry.remove(Ref.parse(f"team/bert@v{number}"))
+    for report in (registry.gc(store, AT_ONCE, dry_run=True), gc(registry, store)):
+        assert (report.packs_condemned, report.manifests_condemned) == (1, 1)
+    version = publish(store, upload, manifest, Publication(), "key")
+    assert read_back(registry, store, version) == [noise(1), noise(3)]
+    assert gc(registry, store).versions_purged == 1, "once nothing is claimed from it any more"
+    assert read_back(registry, store, version) == [noise(1), noise(3)]
 
 
 def test_a_pin_that_comes_while_gc_waits_for_the_lock_is_seen(

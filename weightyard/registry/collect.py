@@ -42,7 +42,7 @@ from weightyard.registry import (
 from weightyard.registry.alone import only_one
 from weightyard.registry.database import Database, is_one_of, now_ms
 from weightyard.registry.locking import change, found, is_older, lock, move
-from weightyard.registry.needs import Needs
+from weightyard.registry.needs import Needs, is_claimed_from
 from weightyard.registry.progress import Progress, Step, silent
 from weightyard.registry.rows import record_event
 from weightyard.registry.schema import FileState, UploadState
@@ -189,10 +189,10 @@ class _Run:
         self._tally.failed += self._database.read(retention.not_understood)
 
     def _purge_versions(self) -> None:
-        """Let go of what removed versions referred to, unless a reader holds them."""
+        """Let go of what removed versions referred to, unless readers or uploads are at it."""
         has_edges = exists().where(_edges.c.version_id == _v.c.id)
         held = exists().where(schema.read_leases.c.version_id == _v.c.id)
-        over = and_(_v.c.removed_ms.is_not(None), has_edges, ~held)
+        over = and_(_v.c.removed_ms.is_not(None), has_edges, ~held, ~is_claimed_from())
 
         def purge(tx: Connection, which: ColumnElement[bool]) -> int:
             gone = lock(tx, _v, which)

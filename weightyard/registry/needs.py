@@ -45,7 +45,8 @@ class Leaving:
         """Those that are due, and those removed before of which gc has not let go yet."""
         edge = schema.version_lists.alias("edge")
         has_edges = exists().where(edge.c.version_id == _v.c.id)
-        removed = select(_v.c.id).where(_v.c.removed_ms.is_not(None), has_edges, ~_is_held())
+        let_go = has_edges, ~_is_held(), ~is_claimed_from(*_alive(_pins.c.upload_id))
+        removed = select(_v.c.id).where(_v.c.removed_ms.is_not(None), *let_go)
         return cls([*due, *tx.scalars(removed)], tx.dialect.name == "sqlite")
 
     def has(self, version: ColumnElement[int]) -> ColumnElement[bool]:
@@ -98,11 +99,11 @@ class Needs:
         """Whether a version refers to a row of `manifests`, be it removed but not yet purged."""
         edge = schema.version_lists.alias("edge")
         refers = _v.c.manifest_id == schema.manifests.c.id
-        if self.leaving is not None:
-            gone = or_(_v.c.removed_ms.is_not(None), self.leaving.has(_v.c.id))
-            return exists().where(refers, or_(~gone, _is_held()))
-        held = exists().where(_leases.c.version_id == _v.c.id)
         has_edges = exists().where(edge.c.version_id == _v.c.id)
+        if self.leaving is not None:
+            stays = or_(_v.c.removed_ms.is_(None), has_edges)
+            return exists().where(refers, or_(_is_held(), stays & ~self.leaving.has(_v.c.id)))
+        held = exists().where(_leases.c.version_id == _v.c.id)
         return exists().where(refers, or_(_v.c.removed_ms.is_(None), held, has_edges))
 
     def pinned_pack(self, but_for: int | None = None) -> ColumnElement[bool]:
@@ -129,11 +130,30 @@ class Needs:
         return some(lists.c.block_id == block, in_use)
 
     def _counts(self, upload: ColumnElement[int]) -> tuple[ColumnElement[bool], ...]:
-        if self.leaving is None:
-            return ()
-        u = schema.uploads.alias("pinning")
-        alive = (u.c.state == UploadState.OPEN, u.c.lease_ms > now_ms())
-        return (exists().where(u.c.id == upload, *alive),)
+        return () if self.leaving is None else _alive(upload)
+
+
+def is_claimed_from(*pins: ColumnElement[bool]) -> ColumnElement[bool]:
+    """Whether an upload holds a pack of others with blocks of a row of `versions`, by such a pin.
+
+    Who may read only some projects may commit what versions of these have (`uploads.Reading`): one
+    that is let go of before would take from an upload what it claimed. What it wrote is its own.
+    """
+    edge, lists = schema.version_lists.alias("edge_of"), schema.list_blocks.alias("lists_of")
+    inside, home = schema.placements.alias("inside"), _packs.alias("home")
+    blocks = edge.c.version_id == _v.c.id, lists.c.list_id == edge.c.list_id
+    held = inside.c.block_id == lists.c.block_id, _pins.c.pack_id == inside.c.pack_id
+    claimed = home.c.id == inside.c.pack_id, home.c.upload_id.is_distinct_from(_pins.c.upload_id)
+    # Most of the time nobody holds anything, and no block has to be looked at.
+    is_any_held = exists(select(_pins.c.pack_id))
+    return and_(is_any_held, some(*blocks, *held, *claimed, *pins))
+
+
+def _alive(upload: ColumnElement[int]) -> tuple[ColumnElement[bool], ...]:
+    """Whether an upload, by its row id, is open and has not expired."""
+    u = schema.uploads.alias("pinning")
+    alive = (u.c.state == UploadState.OPEN, u.c.lease_ms > now_ms())
+    return (exists().where(u.c.id == upload, *alive),)
 
 
 def _is_held() -> ColumnElement[bool]:
