@@ -59,6 +59,21 @@ def test_what_a_token_claimed_it_may_commit_though_gc_let_go_of_the_version_it_i
     assert read_back(registry, store, version) == [noise(1), noise(3)]
 
 
+def test_uploads_that_begin_after_a_version_was_removed_do_not_keep_it(
+    database: Database, store: LocalStore
+) -> None:
+    binding.bind(database, store)
+    registry = Registry(database)
+    for seed in (1, 2):
+        push(registry, store, noise(seed))
+    registry.remove(Ref.parse("team/bert@v1"))
+    time.sleep(0.002)  # the database's clock counts milliseconds
+    opened = registry.open_upload(BERT, Publication(), who="eve")
+    write(opened, store, noise(1), noise(3))
+    assert gc(registry, store).versions_purged == 1
+    opened.abandon()
+
+
 def test_a_pin_that_comes_while_gc_waits_for_the_lock_is_seen(
     postgres: Callable[[], str], tmp_path: Path
 ) -> None:

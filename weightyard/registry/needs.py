@@ -134,19 +134,23 @@ class Needs:
 
 
 def is_claimed_from(*pins: ColumnElement[bool]) -> ColumnElement[bool]:
-    """Whether an upload holds a pack of others with blocks of a row of `versions`, by such a pin.
+    """Whether an upload holds a pack of others with blocks of a removed version, by such a pin.
 
     Who may read only some projects may commit what versions of these have (`uploads.Reading`): one
     that is let go of before would take from an upload what it claimed. What it wrote is its own.
+    Uploads that were opened after the removal do not count: where somebody always uploads, nothing
+    that shares a pack with it would ever go.
     """
     edge, lists = schema.version_lists.alias("edge_of"), schema.list_blocks.alias("lists_of")
     inside, home = schema.placements.alias("inside"), _packs.alias("home")
     blocks = edge.c.version_id == _v.c.id, lists.c.list_id == edge.c.list_id
     held = inside.c.block_id == lists.c.block_id, _pins.c.pack_id == inside.c.pack_id
     claimed = home.c.id == inside.c.pack_id, home.c.upload_id.is_distinct_from(_pins.c.upload_id)
+    u = schema.uploads.alias("holding")
+    before = u.c.id == _pins.c.upload_id, u.c.created_ms <= _v.c.removed_ms
     # Most of the time nobody holds anything, and no block has to be looked at.
     is_any_held = exists(select(_pins.c.pack_id))
-    return and_(is_any_held, some(*blocks, *held, *claimed, *pins))
+    return and_(is_any_held, some(*blocks, *held, *claimed, *before, *pins))
 
 
 def _alive(upload: ColumnElement[int]) -> tuple[ColumnElement[bool], ...]:
