@@ -138,15 +138,19 @@ class Encoding:
             return "its own base"
         if not (0 <= self.fold.total <= _U64 and 0 <= self.fold.weighted <= _U64):
             return "a fold over 64 bits"
+        # Nothing is worked out twice: a claim or a load brings thousands of segments by here.
+        is_raw, whole = self.codec is Codec.RAW, CHUNK_BYTES // planes
+        last_chunk = (self.chunks - 1) * planes
         for index, segment in enumerate(self.segments):
-            whole = self.segment_raw_bytes(index)
+            if index == last_chunk:  # which may be shorter
+                whole = self.segment_raw_bytes(index)
             match segment.kind:
                 case SegmentKind.RAW:
                     fits = segment.stored_bytes == whole
                 case SegmentKind.ZSTD:
-                    fits = self.codec is not Codec.RAW and 0 < segment.stored_bytes < whole
+                    fits = not is_raw and 0 < segment.stored_bytes < whole
                 case SegmentKind.CONSTANT:
-                    fits = self.codec is not Codec.RAW and segment.stored_bytes == 1
+                    fits = not is_raw and segment.stored_bytes == 1
             if not (fits and 0 <= segment.checksum <= _U64):
                 return f"segment {index} of {whole} bytes stored as {segment}"
         return None
