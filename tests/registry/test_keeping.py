@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from pushing import BERT, push
+from pushing import BERT, push, write
 
 from weightyard.errors import Refused, UnderReplicated
 from weightyard.format.assembly import manifest_of
@@ -39,13 +39,19 @@ class ReplicatingStore(LocalStore):
         self.told: dict[StorePath, FileOptions] = {}
         self.located: list[StorePath] = []
         self.usual = 1
+        self.datanodes = 1
 
     def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
         return super().stage(path)
 
     def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
         self.located.append(path)
-        return super().locate(path, timeout_s=timeout_s)
+        found = super().locate(path, timeout_s=timeout_s)
+        spans = tuple(
+            dataclasses.replace(span, replicas=span.replicas * self.datanodes)
+            for span in found.spans
+        )
+        return dataclasses.replace(found, spans=spans)
 
     def stat(self, path: StorePath) -> FileStat:
         return dataclasses.replace(super().stat(path), replication=self.usual)
@@ -206,6 +212,42 @@ def test_a_version_is_not_published_before_its_manifest_is_on_enough_datanodes(
     assert registry.models() == []
     path = next(file.path for file in store.list(layout.MANIFESTS))
     assert store.told[path].replication == 2, "HDFS was asked for more copies of what is there"
+
+
+def test_a_manifest_that_was_found_and_read_is_not_located_once_more_to_count_its_copies(
+    database: Database, store: ReplicatingStore
+) -> None:
+    binding.bind(database, store)
+    registry = Registry(database, who="test")
+    path = _manifest(push(registry, store, b"weights" * 1000))
+    store.located.clear()
+    push(registry, store, b"weights" * 1000)
+    assert [one for one in store.located if one == path] == [path]
+
+
+@pytest.mark.parametrize(("asked", "there"), [(2, 1), (1, 2)])
+def test_a_manifest_that_was_found_counts_neither_on_too_few_datanodes_nor_if_fewer_are_asked_for(
+    database: Database,
+    store: ReplicatingStore,
+    monkeypatch: pytest.MonkeyPatch,
+    asked: int,
+    there: int,
+) -> None:
+    """`asked` of the store by whoever wrote it, and `there` for now."""
+    binding.bind(database, store)
+    registry = Registry(database, who="test")
+    version = push(registry, store, b"weights" * 1000)
+    path = _manifest(version)
+    store.usual, store.datanodes = asked, there
+    monkeypatch.setattr(durable, "REPLICAS_TIMEOUT_S", 0.2)
+    upload = registry.open_upload(BERT, Publication())
+    manifest = write(upload, store, b"weights" * 1000)
+    if there < 2:
+        with pytest.raises(UnderReplicated, match="manifests/"):
+            publish(store, upload, manifest, Publication(), "key", min_replicas=2)
+    else:
+        publish(store, upload, manifest, Publication(), "key", min_replicas=2)
+        assert store.told[path].replication == 2, "it would lose the second copy again"
 
 
 def test_a_version_is_not_published_before_packs_it_found_are_on_enough_datanodes(

@@ -13,7 +13,7 @@ from weightyard.errors import AlreadyThere, Conflict, FileMissing, Retryable, To
 from weightyard.names import UploadId
 from weightyard.storage import layout
 from weightyard.storage.deadline import NEVER, Deadline
-from weightyard.storage.store import FileOptions, Read, StagedFile, Store, StorePath
+from weightyard.storage.store import FileOptions, Location, Read, StagedFile, Store, StorePath
 from weightyard.transfer.together import run_together
 
 _STAGED_AT_ONCE = 8
@@ -94,10 +94,24 @@ def _is_published(
 
 def is_there(store: Store, path: StorePath, content: bytes) -> bool:
     """Whether there is such a file, with exactly this content."""
+    return copies_there(store, path, content) is not None
+
+
+def copies_there(store: Store, path: StorePath, content: bytes) -> int | None:
+    """On how many DataNodes there is such a file, with exactly this content, and is to stay.
+
+    None: there is none.
+    """
     try:
-        return store.stat(path).length == len(content) and read_whole(store, path) == content
-    except FileMissing:
-        return False
+        stat = store.stat(path)
+        if stat.length != len(content):
+            return None
+        location = store.locate(path)
+        if _read_located(store, location, stat.length) != content:
+            return None
+    except (FileMissing, TooLarge):
+        return None
+    return min([stat.replication, *(len(span.replicas) for span in location.spans)])
 
 
 def read_whole(
@@ -108,13 +122,19 @@ def read_whole(
     The store's own limits hold besides the deadline.
     """
     location = store.locate(path, timeout_s=_left_s(deadline, path))
+    return _read_located(store, location, limit_bytes, deadline)
+
+
+def _read_located(
+    store: Store, location: Location, limit_bytes: int, deadline: Deadline = NEVER
+) -> bytes:
     if location.length > limit_bytes:
-        raise TooLarge(f"{path} has {location.length} bytes, over {limit_bytes}")
+        raise TooLarge(f"{location.path} has {location.length} bytes, over {limit_bytes}")
     content = bytearray(location.length)
     store.read(
         location,
         [Read(0, memoryview(content))],
-        timeout_s=_left_s(deadline, path),
+        timeout_s=_left_s(deadline, location.path),
         cancel=deadline.cancel,
     )
     return bytes(content)

@@ -18,7 +18,7 @@ from weightyard.storage.deadline import NEVER, Deadline
 from weightyard.storage.store import FileOptions, Store
 from weightyard.transfer.catalogue import ManifestFile, Upload
 from weightyard.transfer.durable import make_durable, was_counted
-from weightyard.transfer.once import is_there, read_each_replica, read_whole, write_once
+from weightyard.transfer.once import copies_there, read_each_replica, read_whole, write_once
 from weightyard.transfer.strict_json import why_not_kept
 
 _SAID_FREELY = ("message", "metrics", "tags", "metadata", "config")
@@ -87,7 +87,8 @@ def store_manifest(
     options = FileOptions(replication=replication, counts_replicas=True)
     path = layout.manifest(digest)
     # Closing a new file may wait half a second for HDFS.
-    if is_new or not is_there(store, path, stored):
+    copies = None if is_new else copies_there(store, path, stored)
+    if copies is None:
         try:
             published = write_once(store, upload.id, path, stored, options)
         except Conflict:
@@ -95,6 +96,8 @@ def store_manifest(
         else:
             if published is not None and was_counted(published, min_replicas):
                 return
+    elif copies >= min_replicas:
+        return
     make_durable(store, [path], min_replicas)
 
 
