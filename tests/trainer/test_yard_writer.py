@@ -195,12 +195,18 @@ def entry(manifest: Manifest, name: str) -> TensorEntry:
     return found
 
 
+def cached(step: int) -> dict[str, torch.Tensor]:
+    """It changes once, so that both ranks have other plans."""
+    late = {"late": torch.full((300, 200), float(step))} if step > 1 else {}
+    return {"w": torch.full((200, 200), float(step)), **late}
+
+
 def save_cached(world: World, rank: int) -> list[int]:
     new_bytes = []
     with world.yard(rank) as yard, YardWriter(yard, RUN) as writer:
-        for step in range(3):
+        for step in range(4):
             planner = dcp.DefaultSavePlanner(enable_plan_caching=True)
-            state = {"w": torch.full((200, 200), float(step)), "step": step}
+            state = {"step": step, **cached(step)}
             dcp.save(state, checkpoint_id=step, storage_writer=writer, planner=planner)
             new_bytes.append(writer.report.logical_bytes)
     return new_bytes
@@ -209,11 +215,10 @@ def save_cached(world: World, rank: int) -> list[int]:
 def test_plans_that_the_planner_caches_bring_each_save_to_its_own_upload(world: World) -> None:
     run_ranks(world, save_cached, size=2)
     with world.yard(99) as yard:
-        assert [one.step for one in yard.versions(RUN)] == [2, 1, 0]
-        for step in range(3):
-            assert loaded(yard, f"step-{step}") == {
-                "w": as_bytes(torch.full((200, 200), step * 1.0))
-            }
+        assert [one.step for one in yard.versions(RUN)] == [3, 2, 1, 0]
+        for step in range(4):
+            expected = {name: as_bytes(one) for name, one in cached(step).items()}
+            assert loaded(yard, f"step-{step}") == expected
             assert state_of(yard, f"step-{step}", world.folder).objects == {"step": step}
 
 
