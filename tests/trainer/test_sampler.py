@@ -171,6 +171,31 @@ def test_a_stateful_loader_counts_by_itself_and_goes_on_with_other_ranks(workers
     assert Counter(following) == Counter(order_of(99, 1, 60).tolist())
 
 
+@pytest.mark.parametrize("kind", [DataLoader, StatefulDataLoader])
+@pytest.mark.parametrize("stays", [False, True])
+@pytest.mark.parametrize("stop", [2, 4])  # inside an epoch, and at its end
+def test_batches_draws_after_a_resume_what_it_would_have_drawn_without(
+    kind: type[DataLoader[int]], stays: bool, stop: int
+) -> None:
+    """Workers that stay from epoch to epoch are started once, and only then a number is drawn."""
+
+    def epochs(sampler: GlobalOffsetSampler) -> Iterator[int]:
+        loader = kind(Numbers(8), 2, sampler=sampler, num_workers=1, persistent_workers=stays)
+        while sampler.epoch < 2:
+            yield from sampler.batches(loader)
+
+    with torch.random.fork_rng(devices=[]):
+        sampler = GlobalOffsetSampler(8)
+        steps = epochs(sampler)
+        for _ in range(stop):
+            next(steps)
+        resumed, numbers = GlobalOffsetSampler(8), torch.get_rng_state()
+        resumed.load_state_dict(sampler.state_dict())
+        expected = [float(torch.rand(())) for _ in steps]
+        torch.set_rng_state(numbers)
+        assert [float(torch.rand(())) for _ in epochs(resumed)] == expected
+
+
 def said_by_samplers(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Not what others in this process log meanwhile."""
     log = GlobalOffsetSampler.__module__

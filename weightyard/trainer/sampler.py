@@ -122,9 +122,11 @@ class GlobalOffsetSampler(Sampler[int]):
         numbers = torch.get_rng_state()
         iterator = iter(loader)  # a StatefulDataLoader puts the sampler where it was saved
         begin = self._place  # workers may have fetched the pass to its end by now: that is not it
-        if begin % self._length and getattr(loader, "generator", None) is None:
-            # It drew a seed for its workers from torch's random numbers. A job that was never
-            # interrupted drew none here: after a resume all later numbers would be others.
+        # It drew a seed for its workers from torch's random numbers. A job that was never
+        # interrupted drew none inside an epoch, and with workers that stay none after the first
+        # one: after a resume all later numbers would be others.
+        stay = getattr(loader, "persistent_workers", False)
+        if (begin if stay else begin % self._length) and getattr(loader, "generator", None) is None:
             torch.set_rng_state(numbers)
         turns = self._turns_left(begin)
         given = 0
