@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
 from training import RUN, Counter, train
 
 from weightyard.errors import (
@@ -131,3 +134,26 @@ def test_metrics_that_no_checkpoint_can_have_are_refused_in_their_step_which_doe
         with pytest.raises(BadSetting, match="metrics"):
             run.step(metrics)
         assert run.steps == 0
+
+
+@pytest.fixture
+def mesh() -> Iterator[DeviceMesh]:
+    """Of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+def test_a_metric_of_which_each_rank_has_a_part_is_refused(yard: Yard, mesh: DeviceMesh) -> None:
+    """The norm of sharded gradients may be one: read by the first rank it would be its part."""
+    with TrainRun(yard, RUN, {"extra": Counter()}, interval=1) as run:
+        part, whole = (
+            DTensor.from_local(torch.tensor(0.5), mesh, [placed])
+            for placed in (Partial(), Replicate())
+        )
+        with pytest.raises(BadSetting, match=r"metrics\.norm.*full_tensor"):
+            run.step({"norm": part})
+        with pytest.raises(BadSetting, match=r"metrics\.norm.*full_tensor"):
+            run.publish("team/out", metrics={"norm": part})
+        run.step({"norm": whole})
+    assert yard.resolve(RUN).metrics == {"norm": 0.5}

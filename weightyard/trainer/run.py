@@ -13,6 +13,7 @@ import torch
 from pydantic import ValidationError
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+from torch.distributed.tensor import DTensor
 
 from weightyard.closing import Closing
 from weightyard.errors import BadSetting, Damaged, NoSuchThing, RankFailed, Refused, YardError
@@ -199,16 +200,17 @@ class TrainRun(Closing):
 
         `metrics` are kept with the checkpoint, those of rank 0 that are finite numbers; tensors
         are read when one is made, so that a step waits for no device. Raises BadSetting for names
-        that cannot be kept; what a save in the background failed of, on all ranks at the same
-        step, with several ranks the second one after it failed: RankFailed where it did not fail
-        itself; RunTakenOver. Raises Refused for what an optimizer has made in its first step and
-        cannot be saved, with several ranks in the second, on the others RankFailed. After a
-        signal: saves, then SystemExit.
+        that cannot be kept, and for a DTensor of which each rank has a part; what a save in the
+        background failed of, on all ranks at the same step, with several ranks the second one
+        after it failed: RankFailed where it did not fail itself; RunTakenOver. Raises Refused for
+        what an optimizer has made in its first step and cannot be saved, with several ranks in the
+        second, on the others RankFailed. After a signal: saves, then SystemExit.
         """
         self._require_open()
         if not isinstance(metrics, Mapping | None):
             raise BadSetting(f"metrics={metrics!r:.80}: by their names, as in {{'loss': 0.5}}")
         checked_publication({"metrics": dict.fromkeys(metrics or (), 0.0)})  # values are read later
+        _require_whole_tensors(metrics or {})
         try:
             self._look_at_optimizers()
         except Refused as why:
@@ -272,6 +274,7 @@ class TrainRun(Closing):
         All ranks call it. The first one publishes and has the version, the others have None, once
         it is there. Raises as `yard.push` does, on the others RankFailed.
         """
+        _require_whole_tensors(metrics or {})
         self.save(wait=True)
 
         def published() -> Published | None:
@@ -503,6 +506,15 @@ def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
     if found is None and asked is not None:
         raise BadSetting(f"export_dtype={asked!r}: torch has no such type")
     return found
+
+
+def _require_whole_tensors(metrics: Mapping[str, Any]) -> None:
+    """Raises BadSetting for what would be read as another number than all ranks together mean."""
+    for name, value in metrics.items():
+        if isinstance(value, DTensor) and not all(one.is_replicate() for one in value.placements):
+            raise BadSetting(
+                f"metrics.{name}: a DTensor of which each rank has a part; give its full_tensor()"
+            )
 
 
 def _as_now(metrics: Mapping[str, Any]) -> dict[str, Any]:
