@@ -144,6 +144,14 @@ def mesh() -> Iterator[DeviceMesh]:
     dist.destroy_process_group()
 
 
+def test_a_tensor_that_is_still_to_be_added_up_is_named_when_the_run_is_made(
+    yard: Yard, mesh: DeviceMesh
+) -> None:
+    loss = DTensor.from_local(torch.tensor(0.5), mesh, [Partial()])
+    with pytest.raises(Refused, match=r"extra\.state.*added up"):
+        TrainRun(yard, RUN, {"extra": Counter(loss)})
+
+
 def test_a_metric_of_which_each_rank_has_a_part_is_refused(yard: Yard, mesh: DeviceMesh) -> None:
     """The norm of sharded gradients may be one: read by the first rank it would be its part."""
     with TrainRun(yard, RUN, {"extra": Counter()}, interval=1) as run:

@@ -533,6 +533,8 @@ def check_items(items: Items) -> tuple[int, int]:
             raise Refused(f"{fqn}: a tensor that is sparse or quantized cannot be saved")
         if value.is_meta:
             raise Refused(f"{fqn}: a tensor on the meta device has no values to save")
+        if isinstance(value, DTensor) and any(one.is_partial() for one in value.placements):
+            raise Refused(f"{fqn}: a DTensor that is still to be added up over the ranks")
         dtype_of(fqn, value)
     own = {fqn: value for fqn, value in objects.items() if fqn.startswith(f"{RANKS}.")}
     try:
