@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
+from trainer_world import Outcome, World, attempt, run_ranks
 from training import RUN, Counter, train
 
 from weightyard.errors import (
@@ -165,3 +167,24 @@ def test_a_metric_of_which_each_rank_has_a_part_is_refused(yard: Yard, mesh: Dev
             run.publish("team/out", metrics={"norm": part})
         run.step({"norm": whole})
     assert yard.resolve(RUN).metrics == {"norm": 0.5}
+
+
+def stage(world: World, rank: int, width: int, name: str) -> Outcome:
+    """A pipeline's, which has layers of its own and others that all have."""
+    net = nn.ModuleDict({"all": nn.Linear(3, 3), name: nn.Linear(3, width + rank)})
+    with world.yard(rank) as yard:
+        return attempt(lambda: TrainRun(yard, RUN, {"model": net}).close())
+
+
+def test_tensors_of_one_name_that_are_others_on_other_ranks_are_refused_on_all(
+    tmp_path: Path,
+) -> None:
+    world = World(tmp_path, str(tmp_path / "store"))
+    for came in run_ranks(world, partial(stage, width=4, name="last"), size=2).values():
+        assert came.error == "Refused"
+        assert "model.last.weight is [4, 3] of torch.float32 on rank 0 and [5, 3]" in came.message
+    assert {one.error for one in run_ranks(world, own_stage, size=2).values()} == {""}
+
+
+def own_stage(world: World, rank: int) -> Outcome:
+    return stage(world, rank, 4, f"stage{rank}")

@@ -22,6 +22,7 @@ from weightyard.logs import Log
 from weightyard.names import AliasName, ModelName, Ref, Step
 from weightyard.records import KeepBest, Retention, Version
 from weightyard.trainer import rng
+from weightyard.trainer.alike import require_alike
 from weightyard.trainer.job import Job
 from weightyard.trainer.loader_workers import staying
 from weightyard.trainer.packing import Items, Room
@@ -156,6 +157,8 @@ class TrainRun(Closing):
         with ExitStack() as opened:
             opened.callback(self.job.close)
             check_together(self.job.all(lambda: self._look_at(state), "looking at the state"))
+            modules = (part for part in self._parts if isinstance(part, ModelPart))
+            require_alike(self.job, (part.items() for part in modules))
 
             def made() -> YardWriter:
                 if unknown := writing.keys() - Writing.__annotations__.keys():
