@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,6 +22,20 @@ def test_ranks_of_a_host_share_its_memory_and_its_cores(monkeypatch: pytest.Monk
     assert share_of_memory() == alone // 4
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "100000")
     assert share_of_cores() == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no affinity elsewhere")
+def test_a_process_that_may_use_one_core_alone_counts_no_others() -> None:
+    one = min(os.sched_getaffinity(0))
+    program = (
+        f"import os; os.sched_setaffinity(0, {{{one}}}); "
+        "from weightyard.trainer.host import share_of_cores; print(share_of_cores())"
+    )
+    clean = {name: value for name, value in os.environ.items() if name != "LOCAL_WORLD_SIZE"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, env=clean
+    )
+    assert done.stdout == "1\n", done.stderr
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from weightyard.storage.local import LocalStore
 from weightyard.storage.store import Location, Read, ReadPath, Replica, Served, Span, Store
 from weightyard.testing.faults import FaultyStore
 from weightyard.transfer.catalogue import MemoryCatalogue
-from weightyard.transfer.decoding import cores
+from weightyard.transfer.cores import cores
 from weightyard.transfer.hedging import ENOUGH_SAMPLES
 from weightyard.transfer.learned import Learned, learned_of
 from weightyard.transfer.locations import LIFE_S, MOST_LOCATIONS, Locations

@@ -25,7 +25,7 @@ from weightyard.storage import layout
 from weightyard.storage.local import HERE
 from weightyard.storage.stitched import FileRun, can_stitch, have_at_hand, stitched
 from weightyard.storage.store import ReadPath
-from weightyard.transfer.decoding import cores
+from weightyard.transfer.cores import cores
 from weightyard.transfer.replicas import Distance
 from weightyard.transfer.report import ReadReport
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from functools import partial
 
@@ -12,6 +11,7 @@ from weightyard.errors import BlockCorrupt
 from weightyard.format.block import block_id
 from weightyard.loader.filling import Read
 from weightyard.names import BlockId
+from weightyard.transfer.cores import cores
 from weightyard.transfer.plan import Wanted
 from weightyard.transfer.reader import ReadReport
 from weightyard.transfer.together import run_together
@@ -35,7 +35,7 @@ def read_proved(read: Read, sizes: Mapping[BlockId, int], wanted: Sequence[Wante
             whole[want.block] = np.empty(sizes[want.block], np.uint8).data
     report = read([Wanted(block, 0, into) for block, into in whole.items()])
     run_together(
-        os.cpu_count() or 2,
+        cores(),
         "weightyard-prove",
         [partial(_prove, block, data) for block, data in whole.items()],
     )

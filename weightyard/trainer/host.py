@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from pathlib import Path, PurePosixPath
 
+from weightyard.transfer.cores import cores
+
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUPS = Path("/proc/self/cgroup")
 
@@ -16,8 +18,8 @@ def ranks_here() -> int:
 
 
 def share_of_cores() -> int:
-    """The host's cores, divided among its ranks."""
-    return max(1, (os.cpu_count() or 1) // ranks_here())
+    """The cores that this process may use, divided among the host's ranks."""
+    return max(1, cores() // ranks_here())
 
 
 def share_of_memory() -> int:

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 
 from weightyard import codec
 from weightyard.format.block import Codec
 from weightyard.transfer.plan import BlockRead, Run
-
-
-def cores() -> int:
-    """How many this process may use: so many threads decode."""
-    return len(os.sched_getaffinity(0))
 
 
 def decode_run(

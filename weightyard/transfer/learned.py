@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 
 from weightyard.storage.limit import AdaptiveLimit
 from weightyard.storage.store import Store
-from weightyard.transfer.decoding import cores
+from weightyard.transfer.cores import cores
 from weightyard.transfer.estimates import Estimates
 from weightyard.transfer.hedging import HedgeBudget, Pace
 from weightyard.transfer.locations import Locations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 
@@ -11,6 +10,7 @@ from weightyard.format.assembly import manifest_of
 from weightyard.names import BlockId
 from weightyard.records import PushPlan, PushPlanFile
 from weightyard.transfer.catalogue import Catalogue
+from weightyard.transfer.cores import cores
 from weightyard.transfer.source import piece_id
 from weightyard.transfer.writer import Content
 
@@ -46,7 +46,7 @@ def _hashed(contents: Sequence[Content], progress: Callable[[int], None]) -> lis
     """The names that the pieces of each content have as blocks."""
     cuts = [(piece, content.sources) for content in contents for piece in content.split.pieces]
     ids: list[BlockId] = []
-    with ThreadPoolExecutor(max(2, os.cpu_count() or 2), "weightyard-hash") as workers:
+    with ThreadPoolExecutor(max(2, cores()), "weightyard-hash") as workers:
         hashed = workers.map(lambda cut: piece_id(*cut), cuts)
         for id, (piece, _) in zip(hashed, cuts, strict=True):
             ids.append(id)

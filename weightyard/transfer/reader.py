@@ -22,7 +22,7 @@ from weightyard.storage.deadline import Deadline
 from weightyard.storage.limit import AdaptiveLimit
 from weightyard.storage.store import Location, Read, Replica, Store
 from weightyard.transfer.catalogue import Placements
-from weightyard.transfer.decoding import cores
+from weightyard.transfer.cores import cores
 from weightyard.transfer.fetching import Choose, Fetcher
 from weightyard.transfer.learned import LEAST_FETCHES, Learned, learned_of
 from weightyard.transfer.memory import HostMemory, SpareMemory

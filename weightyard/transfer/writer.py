@@ -7,7 +7,6 @@ catalogue. Only that makes its blocks claimable.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -28,6 +27,7 @@ from weightyard.names import BlockId
 from weightyard.storage import layout
 from weightyard.storage.store import Again, FileOptions, Stage, Store
 from weightyard.transfer.catalogue import Packing
+from weightyard.transfer.cores import cores
 from weightyard.transfer.durable import require_replicas, was_counted
 from weightyard.transfer.filling import Filling, PackInWork, ReadyBlock
 from weightyard.transfer.memory import Buffers, SpareMemory
@@ -66,7 +66,7 @@ class WriteOptions:
 
     After a call that found nothing new they are not, and what is new among them is read again.
     """
-    threads: int = max(2, os.cpu_count() or 2)
+    threads: int = max(2, cores())
     """For hashing and encoding."""
     lanes: int = 2
     """Packs being written at once. Each keeps deltas in memory until it is closed, other blocks
