@@ -8,6 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from weightyard.codec import compiled, fold
+from weightyard.codec.folding import Folding
 from weightyard.format.block import Fold
 
 
@@ -32,6 +33,18 @@ def test_with_and_without_compiled_code_it_is_the_sums_of_the_format(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(compiled, "_functions", {})
         assert fold(raw) == expected
+
+
+@given(st.lists(st.integers(0, 40), max_size=6), st.integers(0, 50), st.integers(0, 2**32))
+def test_parts_folded_one_after_the_other_are_the_fold_of_all(
+    words: list[int], last: int, seed: int
+) -> None:
+    raw = np.random.default_rng(seed).bytes(8 * sum(words) + last)
+    folding, start = Folding(), 0
+    for length in (*(8 * count for count in words), last):
+        folding.add(raw[start : start + length])
+        start += length
+    assert folding.fold == as_defined(raw)
 
 
 def test_memory_with_gaps_is_not_for_compiled_code() -> None:

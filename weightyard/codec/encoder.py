@@ -9,7 +9,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from weightyard.codec.arena import Bytes, arena
-from weightyard.codec.folding import fold
+from weightyard.codec.folding import Folding
 from weightyard.codec.frames import compress_noise, compress_runs, compress_text
 from weightyard.codec.planes import split
 from weightyard.errors import Refused, TooLarge
@@ -166,12 +166,14 @@ def _encode(
     into: Buffer | None = None,
 ) -> Encoded:
     codec = hint if raw.size % hint.planes == 0 else Codec.ZSTD
-    laid_out = _try(codec, raw, base, block, into) if codec is not Codec.RAW else None
+    sums = Folding()
+    laid_out = _try(codec, raw, base, block, into, sums) if codec is not Codec.RAW else None
     if laid_out is None:
         codec, whole = Codec.RAW, raw if base is None else np.bitwise_xor(raw, base)
         laid_out = _as_it_is(whole, block)
     stored, segments = laid_out
-    encoding = Encoding(block, raw.size, codec, base_id, fold(raw.data), tuple(segments))
+    sums.add(raw[sums.folded_bytes :].data)
+    encoding = Encoding(block, raw.size, codec, base_id, sums.fold, tuple(segments))
     return Encoded(encoding, stored.data)
 
 
@@ -191,9 +193,14 @@ def _segment(kind: SegmentKind, stored: Bytes, block: BlockId, index: int) -> Se
 
 
 def _try(
-    codec: Codec, raw: Bytes, base: Bytes | None, block: BlockId, into: Buffer | None
+    codec: Codec,
+    raw: Bytes,
+    base: Bytes | None,
+    block: BlockId,
+    into: Buffer | None,
+    sums: Folding,
 ) -> _LaidOut | None:
-    """A block under a codec, or None if it is better left raw."""
+    """A block under a codec, or None if it is better left raw. Folds what it reads."""
     arena.clear()
     compressors = [_choose(plane, codec) for plane in _planes(codec, _sample(raw, base))]
     if not any(compressors):
@@ -207,6 +214,7 @@ def _try(
     for start in range(0, raw.size, CHUNK_BYTES):
         arena.clear()
         chunk = raw[start : start + CHUNK_BYTES]
+        sums.add(chunk.data)
         if base is not None:
             xor = arena.take(chunk.size, np.uint8)
             chunk = np.bitwise_xor(chunk, base[start : start + CHUNK_BYTES], out=xor)

@@ -19,6 +19,22 @@ _ROWS = 32
 _U64 = (1 << 64) - 1
 
 
+class Folding:
+    """The fold of bytes that come part by part: summed while a core's cache still has them."""
+
+    def __init__(self) -> None:
+        self.fold = Fold(0, 0)
+        """Of all bytes so far."""
+        self.folded_bytes = 0
+
+    def add(self, data: Buffer) -> None:
+        """Those that come next. All parts but the last are whole words."""
+        words, more = self.folded_bytes // 8, fold(data)
+        weighted = self.fold.weighted + more.weighted + words * more.total
+        self.fold = Fold(self.fold.total + more.total & _U64, weighted & _U64)
+        self.folded_bytes += memoryview(data).nbytes
+
+
 def fold(data: Buffer) -> Fold:
     """The fold of these raw bytes."""
     raw = np.frombuffer(memoryview(data), np.uint8)
