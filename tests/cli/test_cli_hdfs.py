@@ -5,11 +5,14 @@ from __future__ import annotations
 import filecmp
 import os
 import re
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import hdfs_native
@@ -30,9 +33,10 @@ from weightyard.registry.registry import Registry
 from weightyard.service.app import create_app
 from weightyard.service.serving import open_service
 from weightyard.settings import Settings
+from weightyard.storage.hdfs.store import HdfsStore
 from weightyard.storage.hdfs.tree import HdfsTree
 from weightyard.storage.opening import open_store
-from weightyard.storage.store import ReadPath
+from weightyard.storage.store import Location, ReadPath, StorePath
 from weightyard.testing.cluster import MiniCluster, damage
 
 pytestmark = pytest.mark.cluster
@@ -237,6 +241,114 @@ def test_a_file_of_hdfs_that_changes_while_it_is_read_is_a_conflict(
         assert got == b'{"layers": 3}'
     finally:
         tree.close()
+
+
+@pytest.mark.parametrize("change", ["replaced", "appended", "truncated by a rewrite", "deleted"])
+def test_a_file_of_hdfs_that_changes_between_two_reads_is_a_conflict(
+    hdfs: Cli, cluster: MiniCluster, whole_files: str, change: str
+) -> None:
+    url = f"{whole_files}/sub dir/_odd name=1%20+.bin"
+    tree = HdfsTree(whole_files, Settings())
+    try:
+        (file,) = [file for file in tree.files() if file.length == 3 << 20]
+        tree.read_into(file, 0, memoryview(bytearray(1 << 20)))
+        match change:
+            case "replaced":
+                _put(cluster, f"{url}.new", os.urandom(3 << 20))
+                _client(cluster).rename(urlsplit(f"{url}.new").path, urlsplit(url).path, True)
+            case "appended":
+                with _client(cluster).append(urlsplit(url).path) as more:
+                    more.write(b"more")
+            case "truncated by a rewrite":
+                _put(cluster, url, b"short")
+            case "deleted":
+                _client(cluster).delete(urlsplit(url).path, False)
+        with pytest.raises(Conflict, match=r"_odd name=1%20\+.bin (changed|is gone)"):
+            tree.read_into(file, 1 << 20, memoryview(bytearray(1 << 20)))
+    finally:
+        tree.close()
+
+
+def test_a_file_of_hdfs_that_is_gone_before_it_is_read_is_a_conflict(
+    hdfs: Cli, cluster: MiniCluster, whole_files: str
+) -> None:
+    tree = HdfsTree(whole_files, Settings())
+    try:
+        (file,) = [file for file in tree.files() if file.path == FilePath("config.json")]
+        _client(cluster).delete(urlsplit(f"{whole_files}/config.json").path, False)
+        with pytest.raises(Conflict, match=r"config.json is gone"):
+            tree.read_into(file, 0, memoryview(bytearray(13)))
+    finally:
+        tree.close()
+
+
+@pytest.mark.parametrize("written", [0, 9, 5 << 19], ids=["nothing", "a little", "whole blocks"])
+def test_a_file_of_hdfs_that_is_still_being_written_is_not_pushed_as_far_as_it_got(
+    hdfs: Cli, cluster: MiniCluster, whole_files: str, tmp_path: Path, written: int
+) -> None:
+    url, content = f"{whole_files}/late.bin", os.urandom(3 << 20)
+    options = WriteOptions(block_size=1 << 20)
+    writer = _client(cluster).create(urlsplit(url).path, options)
+    writer.write(content[:written])
+    began = time.monotonic()
+    said = hdfs.refused(4, "push", whole_files, BERT)
+    assert time.monotonic() - began < 20, "no reason to wait for a writer until the deadline"
+    assert f"{whole_files}: late.bin is still being written" in said
+    assert f"hdfs debug recoverLease -retries 10 -path {url};" in said
+    assert "--exclude" in said
+    assert "still being written" in hdfs.refused(4, "push", url, BERT)
+    assert "still being written" in hdfs.refused(4, "push", whole_files, BERT, "--dry-run")
+    assert hdfs.json("push", whole_files, BERT, "--exclude", "late.bin")["files"] == 4
+    writer.write(content[written:])
+    writer.close()
+    hdfs.ok("push", whole_files, BERT)
+    hdfs.ok("pull", BERT, tmp_path / "out")
+    assert (tmp_path / "out" / "late.bin").read_bytes() == content
+
+
+def test_the_namenode_is_asked_once_where_each_file_lies_that_is_pushed(
+    hdfs: Cli, whole_files: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    locate = HdfsStore.locate
+
+    def counted(store: HdfsStore, path: StorePath, **more: Any) -> Location:
+        if store.url == whole_files:
+            asked.append(path.text)
+        return locate(store, path, **more)
+
+    monkeypatch.setattr(HdfsStore, "locate", counted)
+    hdfs.ok("push", whole_files, BERT, "--exclude", "config.json")
+    assert sorted(asked) == ["_SUCCESS", "model.safetensors", "sub dir/_odd name=1%20+.bin"]
+
+
+def test_a_file_of_hdfs_that_is_being_appended_to_is_not_pushed(
+    hdfs: Cli, cluster: MiniCluster, whole_files: str
+) -> None:
+    with _client(cluster).append(urlsplit(f"{whole_files}/config.json").path) as more:
+        more.write(b" ")
+        assert "config.json is still being written" in hdfs.refused(4, "push", whole_files, BERT)
+    assert hdfs.json("push", whole_files, BERT)["files"] == 4
+
+
+def test_a_file_of_hdfs_whose_writer_died_is_pushed_once_its_lease_is_ended(
+    hdfs: Cli, cluster: MiniCluster, whole_files: str
+) -> None:
+    path = urlsplit(f"{whole_files}/late.bin").path
+    program = (
+        "import os, signal; from hdfs_native import Client, WriteOptions;"
+        f"file = Client({cluster.url!r}, {dict(cluster.client_properties)!r})"
+        f".create({path!r}, WriteOptions());"
+        "file.write(b'late'); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    died = subprocess.run([sys.executable, "-c", program], timeout=LIMIT_S)
+    assert died.returncode == -signal.SIGKILL
+    assert "late.bin is still being written" in hdfs.refused(4, "push", whole_files, BERT)
+    end = time.monotonic() + LIMIT_S
+    while not _client(cluster).recover_lease(path):  # as `hdfs debug recoverLease` does
+        assert time.monotonic() < end
+        time.sleep(0.2)
+    assert hdfs.json("push", whole_files, BERT)["files"] == 5
 
 
 def test_wrong_bytes_of_replicas_are_not_pushed(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,6 +17,7 @@ from weightyard.transfer.folder import folder_contents, split_sources
 from weightyard.transfer.options import texts_of
 from weightyard.transfer.source import Source
 from weightyard.transfer.strict_json import strict_json, why_not_kept
+from weightyard.transfer.together import run_together
 from weightyard.transfer.writer import Content
 
 if TYPE_CHECKING:
@@ -26,6 +28,9 @@ Patterns: TypeAlias = str | Collection[str]
 
 MAX_CONFIG_BYTES = 1 << 20
 """Of a config.json that is looked into."""
+
+_LOOKED_AT_ONCE = 8
+"""Files of HDFS that the NameNode is asked about at the same time."""
 
 
 class Choice:
@@ -88,7 +93,7 @@ def gather_files(
     """The files of a folder, here or in HDFS, or one file.
 
     `follow_links` is for folders of this host: links to files count as these. Raises NoSuchThing,
-    NotAllowed, BadSetting.
+    NotAllowed, BadSetting; Conflict if a file of HDFS is still being written.
     """
     choice = Choice(include, exclude)
 
@@ -104,6 +109,8 @@ def gather_files(
         files = [file for file in tree.files() if choice.takes(file.path)]
         if not files:
             raise NoSuchThing(f"{source} has no file that fits")
+        looks = [partial(tree.require_closed, file) for file in files]
+        run_together(_LOOKED_AT_ONCE, "weightyard-look", looks)
         contents = split_sources(
             ((file.path, TreeSource(tree, file)) for file in files), block_bytes
         )

@@ -61,6 +61,10 @@ _Address = Annotated[
 _TokenText = Annotated[str, msgspec.Meta(max_length=32 * 1024)]
 
 
+class UnderConstruction(StoreUnavailable):
+    """A file that its writer has not closed, or that one has opened again to append to it."""
+
+
 class Locator(Protocol):
     """Anything that knows where files lie: a NameNode, or a service that asked one."""
 
@@ -184,11 +188,12 @@ def parse_locations(
     """A location from a NameNode's answer. What it says must cover the file exactly.
 
     Blocks without an id (a gateway's answer) and erasure coded ones (their ids are negative) give
-    spans without `access`: a single DataNode cannot serve them.
+    spans without `access`: a single DataNode cannot serve them. Raises UnderConstruction,
+    StoreUnavailable.
     """
     answer = _decoded(raw, _LocationsAnswer, path).located_blocks
     if answer.is_under_construction:
-        raise StoreUnavailable(f"{path} is still being written")
+        raise UnderConstruction(f"{path} is still being written")
     spans, end = [], 0
     for one in sorted(answer.located_blocks, key=lambda one: one.start_offset):
         length = one.length if one.block is None else one.block.num_bytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from functools import partial
 from weightyard.errors import Conflict, FileMissing, NoSuchThing, StaleLocation
 from weightyard.names import FilePath
 from weightyard.settings import Settings
+from weightyard.storage.hdfs.namenode import UnderConstruction
 from weightyard.storage.hdfs.store import CHECKED_PATHS, HdfsStore
 from weightyard.storage.retry import Retry
 from weightyard.storage.store import Location, Read, ReadPath, StorePath
@@ -64,6 +66,14 @@ class HdfsTree:
             raise NoSuchThing(f"{self._url} has no files")
         return sorted(found, key=lambda file: file.path)
 
+    def require_closed(self, file: TreeFile) -> None:
+        """Raises Conflict if someone still writes the file, or if it is not the one listed.
+
+        A listing does not tell: it has the length of the blocks that are whole, which is 0 for most
+        of what is being written. The answer that tells is kept for whoever reads the file.
+        """
+        self._retry.run("locate", lambda: self._locate(file))
+
     def read_into(self, file: TreeFile, offset: int, into: memoryview) -> None:
         """Fill the buffer. Raises Conflict if the file is not the one that was listed."""
 
@@ -74,8 +84,10 @@ class HdfsTree:
             except StaleLocation:
                 self._forget(file)
                 raise
+            except FileMissing:  # of ways that open a file by its name
+                raise self._gone(file) from None
             if served.path not in (ReadPath.SHORT_CIRCUIT, ReadPath.DIRECT):
-                # Other ways open the file by its name, and may have read another one's bytes.
+                # Those may have read the bytes of another file of that name.
                 self._require_same(file)
 
         if len(into):
@@ -97,7 +109,12 @@ class HdfsTree:
             known = self._locations.get(file.path)
         if known is None:
             # The blocks located stay what they are, so direct reads see one state of the file.
-            known = self._store.locate(_Found(file.path.text))
+            try:
+                known = self._store.locate(_Found(file.path.text))
+            except FileMissing:
+                raise self._gone(file) from None
+            except UnderConstruction:
+                raise self._being_written(file) from None
             self._require_same(file)
             with self._lock:
                 self._locations[file.path] = known
@@ -111,9 +128,20 @@ class HdfsTree:
         try:
             now = self._store.file(file.path)
         except FileMissing:
-            raise Conflict(f"{self._url}: {file.path} is gone: push it again") from None
+            raise self._gone(file) from None
         if now != file:
             raise Conflict(f"{self._url}: {file.path} changed while it was read: push it again")
+
+    def _gone(self, file: TreeFile) -> Conflict:
+        return Conflict(f"{self._url}: {file.path} is gone: push it again")
+
+    def _being_written(self, file: TreeFile) -> Conflict:
+        where = shlex.quote(f"{self._store.url.rstrip('/')}/{file.path}")
+        return Conflict(
+            f"{self._url}: {file.path} is still being written: push it again when its writer is "
+            "done; if that has died, write the file anew, or have HDFS close it as far as it got: "
+            f"hdfs debug recoverLease -retries 10 -path {where}; or leave it out (--exclude)"
+        )
 
 
 class _Listing(HdfsStore):
