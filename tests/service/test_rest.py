@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from html.parser import HTMLParser
 
 import jsonschema_rs
 import pytest
-from service_world import World, push
+from service_world import API, World, push
 
 from weightyard import errors
 from weightyard.errors import RegistryUnavailable, YardError
@@ -236,6 +237,57 @@ def test_a_database_that_does_not_answer_is_tried_again_later(
     answer = world.call("GET", f"{BERT}/versions/1")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert "hunter2" not in answer.text
+
+
+class Page(HTMLParser):
+    """What a page would load, and where it leads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.links += [value or "" for name, value in attrs if (tag, name) == ("a", "href")]
+        self.loaded += [name for name, _ in attrs if name in ("src", "srcset", "style")]
+
+
+def test_a_browser_that_comes_to_the_address_of_a_service_is_told_what_it_is(two: World) -> None:
+    accept = "text/html,application/xhtml+xml,application/xml;q=0.9,*/*;q=0.8"
+    answer = two.call("GET", "/", token=None, headers={"Accept": accept})
+    assert (answer.status_code, answer.headers["vary"]) == (200, "Accept")
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    page = Page(answer.text)
+    assert not page.tags & {"script", "style", "link", "img", "iframe", "object", "form"}
+    assert not page.loaded
+    for link in page.links:
+        assert two.call("GET", f"/{link}").status_code == 200
+        assert "://" not in link, "a proxy may have put the service below a path"
+    assert "api/v1/openapi.json" in page.links
+
+
+@pytest.mark.parametrize("accept", ["*/*", "application/json", ""])
+def test_a_program_that_comes_to_the_address_of_a_service_is_told_where_rest_is(
+    two: World, accept: str
+) -> None:
+    answer = two.call("GET", "/", token=None, headers={"Accept": accept})
+    said = answer.json()
+    assert (answer.status_code, said["service"], said["api"]) == (200, "weightyard", API)
+    for named in ("openapi", "about", "ready"):
+        assert two.call("GET", said[named]).status_code == 200
+
+
+def test_who_shows_no_token_learns_nothing_at_the_address_of_a_service_that_needs_one(
+    two: World,
+) -> None:
+    known = two.call("GET", "about").json()
+    for accept in ("text/html", "application/json"):
+        text = two.call("GET", "/", token=None, headers={"Accept": accept}).text
+        for told in (*(str(value) for value in known.values()), "bert"):
+            assert told not in text, told
 
 
 def test_readiness_tells_what_is_missing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:

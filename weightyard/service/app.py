@@ -20,6 +20,7 @@ from weightyard.service import (
     aliases,
     content,
     events,
+    front,
     leases,
     models,
     openapi,
@@ -51,6 +52,12 @@ ROUTERS: tuple[APIRouter, ...] = (
     tokens.router,
     operate.router,
 )
+
+OPEN_ROUTERS: tuple[tuple[APIRouter, str], ...] = (
+    (operate.open_router, PREFIX),
+    (front.router, ""),
+)
+"""All that is answered without asking who calls, and below which prefix."""
 
 _FLUSH_EVERY_S = 1.0
 _LOOK_EVERY_S = 0.5
@@ -89,7 +96,8 @@ def _routes() -> Sequence[BaseRoute]:
     for router in ROUTERS:
         _require_rules(router)
         together.include_router(router, prefix=PREFIX)
-    together.include_router(operate.open_router, prefix=PREFIX)
+    for router, prefix in OPEN_ROUTERS:
+        together.include_router(router, prefix=prefix)
     return together.routes
 
 

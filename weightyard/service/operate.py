@@ -25,7 +25,7 @@ _log = Log(__name__)
 
 router = APIRouter(route_class=GuardedRoute, tags=["operate"], responses=RESPONSES)
 open_router = APIRouter(tags=["operate"], responses=RESPONSES)
-"""All that is answered without asking who calls."""
+"""Answered without asking who calls."""
 
 _READY_KEPT_S = 2.0
 _LOOK_S = 3.0
