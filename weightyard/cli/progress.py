@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from math import ceil
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -13,12 +15,14 @@ from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
-    TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
 from weightyard.cli.wording import size
 
@@ -28,6 +32,42 @@ if TYPE_CHECKING:
 PLAIN_EVERY_S = 10.0
 """How often a run without a terminal says where it is: a short one says nothing."""
 
+_TELLING_BYTES = 32 << 20
+_TELLING_SHARE = 0.05
+"""So much is done, or such a share of it all, before a time left is told: a tiny file takes as long
+as a thousand times as much of a large one."""
+
+
+def seconds_left(
+    done_bytes: float, total_bytes: float | None, bytes_per_s: float | None
+) -> float | None:
+    """How long it will take yet; None while that cannot be told."""
+    if not total_bytes or not bytes_per_s:
+        return None
+    if done_bytes < min(_TELLING_BYTES, total_bytes * _TELLING_SHARE):
+        return None
+    return max(0.0, total_bytes - done_bytes) / bytes_per_s
+
+
+class _BytesDone(DownloadColumn):
+    """`1.2/4.0 GiB`; where nobody knows of how many, `1.2 GiB`."""
+
+    def render(self, task: Task) -> Text:
+        if task.total is None:
+            return Text(size(int(task.completed)), style="progress.download")
+        return super().render(task)
+
+
+class _TimeLeft(ProgressColumn):
+    """`0:01:30`, as soon as it can be told."""
+
+    max_refresh = 0.5
+
+    def render(self, task: Task) -> Text:
+        left_s = seconds_left(task.completed, task.total, task.speed)
+        shown = "-:--:--" if left_s is None else str(timedelta(seconds=ceil(left_s)))
+        return Text("" if task.total is None else shown, style="progress.remaining")
+
 
 @contextmanager
 def bar(doing: str, total_bytes: int | None) -> Iterator[Callable[[int], None]]:
@@ -35,9 +75,9 @@ def bar(doing: str, total_bytes: int | None) -> Iterator[Callable[[int], None]]:
     shown = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        DownloadColumn(binary_units=True),
+        _BytesDone(binary_units=True),
         TransferSpeedColumn(),
-        TimeRemainingColumn(),
+        _TimeLeft(),
         console=Console(stderr=True),
         transient=True,
     )
@@ -73,9 +113,8 @@ def _far(doing: str, done_bytes: int, total_bytes: int | None, seconds: float) -
     rate = done_bytes / seconds
     if not total_bytes:
         return f"{doing}: {size(done_bytes)}, {size(int(rate))}/s"
-    left = (
-        f", {(total_bytes - done_bytes) / rate:.0f} s left" if 0 < done_bytes < total_bytes else ""
-    )
+    left_s = seconds_left(done_bytes, total_bytes, rate)
+    left = f", {left_s:.0f} s left" if left_s else ""
     share = f"{size(done_bytes)} of {size(total_bytes)} ({done_bytes / total_bytes:.0%})"
     return f"{doing}: {share}, {size(int(rate))}/s{left}"
 
