@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import resource
 import stat
 import subprocess
@@ -191,8 +192,11 @@ def test_a_snapshot_over_the_bound_is_refused_and_evicts_nothing(
         kept = yard.snapshot("team/small")
     with yard_in(tmp_path, cache_max=100_000) as yard:
         push(yard, model)
-        with pytest.raises(StoreFull, match="WEIGHTYARD_CACHE_MAX"):
+        with pytest.raises(
+            StoreFull, match=r"97\.7 KiB may be used \(WEIGHTYARD_CACHE_MAX\)"
+        ) as why:
             yard.snapshot(BERT)
+        assert re.match(r"\d+\.\d [KM]iB more do not fit below", str(why.value))
         assert kept.exists()
     assert leftovers(tmp_path / "cache") == []
 

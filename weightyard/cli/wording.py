@@ -5,20 +5,11 @@ from __future__ import annotations
 import re
 from datetime import datetime
 
-_UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
+from weightyard.amounts import size as size
+
 _STEPS = (("year", 365 * 86400), ("month", 30 * 86400), ("day", 86400), ("hour", 3600))
 _DURATION = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([smhdw])", re.ASCII)
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
-
-
-def size(amount: int) -> str:
-    """Bytes as `1.5 GiB`."""
-    value = float(amount)
-    for unit in _UNITS:
-        if abs(value) < 1024 or unit == _UNITS[-1]:
-            break
-        value /= 1024
-    return f"{amount} B" if unit == "B" else f"{value:.1f} {unit}"
 
 
 def count(amount: int, what: str) -> str:

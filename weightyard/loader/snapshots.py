@@ -26,6 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from weightyard.amounts import size
 from weightyard.errors import (
     Damaged,
     DeadlineExceeded,
@@ -212,9 +213,9 @@ class Snapshots:
                 taken_bytes = self._taken_bytes()
             if taken_bytes + needed_bytes > limit_bytes:
                 raise StoreFull(
-                    f"{needed_bytes} bytes more do not fit below {self.root}: {limit_bytes} may be "
-                    f"used (WEIGHTYARD_CACHE_MAX), {taken_bytes} are, by snapshots in use or being "
-                    "made; see `weightyard cache ls`"
+                    f"{size(needed_bytes)} more do not fit below {self.root}: {size(limit_bytes)} "
+                    f"may be used (WEIGHTYARD_CACHE_MAX), {size(taken_bytes)} are, by snapshots in "
+                    "use or being made; see `weightyard cache ls`"
                 )
             write_small(place.room, str(all_bytes).encode())
 
