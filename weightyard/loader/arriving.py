@@ -32,7 +32,7 @@ class _Need:
 
 
 class Arriving:
-    """Tensors in the making. Takes every byte they need once, and others too, which it drops."""
+    """Tensors in the making. Is given each byte they need once; others it drops."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class Arriving:
         self._left = [sum(fetch.length for fetch in plan.fetches) for plan in plans]
         self._begun: set[int] = set()
         self._runs: dict[tuple[int, int], tuple[memoryview, int]] = {}
-        """Runs to pick from of which some has come, and how much of them has not."""
+        """Runs to pick from that have come in part, and how many of their bytes have not."""
         for tensor, plan in enumerate(plans):
             for number, fetch in enumerate(plan.fetches):
                 at = 0
@@ -74,7 +74,7 @@ class Arriving:
         return done + self._place(parts, sources) if parts else done
 
     def begin(self, tensors: Iterable[int]) -> None:
-        """Have memory made for tensors, those that have some left out."""
+        """Have memory made for those of these tensors that have none yet."""
         for tensor in tensors:
             if tensor not in self._begun:
                 self._begun.add(tensor)
@@ -87,7 +87,7 @@ class Arriving:
         return found
 
     def count(self, parts: Iterable[Part]) -> list[int]:
-        """Note runs that are in their tensors. Returns the numbers of those that are whole now."""
+        """Note runs that are in place. Returns the numbers of the tensors that are whole now."""
         done = []
         for part in parts:
             self._left[part.tensor] -= part.fetch.length
@@ -117,7 +117,7 @@ class Arriving:
                     yield Part(need.tensor, Fetch((), piece.nbytes, goes)), piece
 
     def _gather(self, need: _Need, fetch: Fetch, at: int, source: memoryview) -> memoryview | None:
-        """Keep some of a run to pick from, which is returned when all of it is there."""
+        """Add some of a run to pick from. Returns the run when all of it is there, else None."""
         if source.nbytes == fetch.length:
             return source
         key = need.tensor, need.fetch

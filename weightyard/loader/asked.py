@@ -55,7 +55,7 @@ class Asked:
 
     @property
     def is_all(self) -> bool:
-        """Whether they are wanted as they are stored, besides."""
+        """Whether they are also wanted as they are stored: not cast."""
         return self.is_whole and self.dtype is None
 
     @property
@@ -67,7 +67,7 @@ class Asked:
         return texts_of("tensors", self.tensors)
 
     def indices(self, entries: Sequence[TensorEntry]) -> dict[str, Index]:
-        """The slice of each tensor of which not all is wanted; of a layout, this rank's."""
+        """The slices asked for, by tensor name; where that is a layout, this rank's shard."""
         if not self.slices:
             return {}
         shapes = {entry.name: entry.shape for entry in entries}

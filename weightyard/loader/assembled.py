@@ -1,7 +1,7 @@
 """Assembled: the tensors of a pushed state dict as a safetensors file, for servers that want one.
 
-Tied tensors are there once; the others' names are in the metadata, as safetensors' own
-`save_model` does it.
+Of tied tensors the file has one; the names of the others are in its metadata, as safetensors' own
+`save_model` writes them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StateFile:
 
     header: bytes
     tensors: tuple[tuple[int, TensorEntry], ...]
-    """Where each begins in the file; without those that are tied to another."""
+    """The tensors, and where each begins in the file; those tied to another are left out."""
     bytes: int
 
     def content(self, manifest: Manifest) -> str:
@@ -82,7 +82,7 @@ def state_file(manifest: Manifest) -> StateFile | None:
 
 
 def extents_key(manifest: Manifest, extents: tuple[Extent, ...]) -> bytes:
-    """What makes up some bytes, the same in every manifest that has them."""
+    """A key for the bytes of extents: the same in every manifest, however it numbers blocks."""
     return msgspec.json.encode(
         [(manifest.blocks[extent.block].hex, extent.offset, extent.length) for extent in extents]
     )
@@ -101,7 +101,7 @@ def fill_state(
         (plan,) = plan_tensors([entry])
         memory = into[begin : begin + plan.bytes]
         targets = [_target(plan, fetch, memory) for fetch in plan.fetches]
-        if plan.is_picked:  # takes memory beside the file: a tensor at a time
+        if plan.is_picked:  # picking takes memory of its own: one tensor at a time
             fill(read, manifest.blocks, targets)
         else:
             straight += targets

@@ -15,7 +15,7 @@ BATCH_BYTES = 64 * MIB
 """What later batches have: enough to keep a link busy, and a few of them fit any host."""
 
 AHEAD_BYTES = 256 * MIB
-"""What is read before it is asked for, if nobody says how much may be."""
+"""How much is read ahead of the caller, unless that says how much may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Batch:
 
     parts: tuple[Part, ...]
     done: tuple[int, ...]
-    """The tensors that are whole when this batch and those before it are."""
+    """The tensors that are whole once this batch and those before it are filled."""
     bytes: int
     """What it counts against the budget."""
 
@@ -44,10 +44,10 @@ def all_at_once(
     piece_bytes: int = DEFAULT_BLOCK_BYTES,
     converted: Collection[int] = (),
 ) -> Iterator[Batch]:
-    """One batch of all that goes straight into its place, then the others, by budget.
+    """One batch of all tensors that are received in place, then batches of `batch_bytes` at most.
 
-    For tensors on the host: where bytes are received is where they stay, so reading all of it at
-    once takes no memory beside the result. The others are those to pick from, and those that are
+    For tensors on the host. Receiving them in place takes no memory beside the result, so all are
+    read at once. The others do take some: those of which bytes are picked, and those that are
     converted on the way.
     """
     beside = {number for number, tensor in enumerate(tensors) if tensor.is_picked} | set(converted)
@@ -63,7 +63,7 @@ def one_by_one(
     batch_bytes: int = BATCH_BYTES,
     piece_bytes: int = DEFAULT_BLOCK_BYTES,
 ) -> Iterator[Batch]:
-    """Batches of at most so many bytes, in order; runs longer than a piece may lie in several.
+    """Batches of at most `batch_bytes`, in order; a run longer than a piece may be in several.
 
     Only a single run that cannot be cut makes a batch longer.
     """
@@ -94,7 +94,7 @@ def _cut(
 
 
 def _pieces(fetches: Iterable[Fetch], longest: int) -> Iterator[Fetch]:
-    """Long runs in pieces that end with a chunk: one that is in two of them is read twice."""
+    """Cut long runs where chunks end: a chunk that lay in two pieces would be read twice."""
     step = max(CHUNK_BYTES, longest // CHUNK_BYTES * CHUNK_BYTES)
     for fetch in fetches:
         if isinstance(fetch.goes, Pick) or fetch.length <= step:

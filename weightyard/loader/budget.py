@@ -25,13 +25,12 @@ times the bytes of one plane."""
 
 
 CONVERTED_BYTES = 8 * MIB
-"""Scratch memory of a device, for tensors that are not as they are stored; less than it must have
-to spare."""
+"""Scratch memory of a device, for tensors converted there; less than LEAST_DEVICE_BYTES."""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What may be used. Half of the host's is for reading, half for what is on its way.
+    """What may be used. Half of the host's memory is for reading, half for bytes on their way.
 
     Tensors that are put together on the host for a device are not counted. Raises BadSetting.
     """
@@ -53,7 +52,7 @@ class Budget:
     def decoders(self) -> int | None:
         """The most threads that decode for each of the batches read at once; None: any number.
 
-        Each has scratch memory, for all of which together there is half of what reading may use.
+        Each has scratch memory; half of what reading may use is for all of that together.
         """
         if self.max_host_bytes is None:
             return None
@@ -61,14 +60,14 @@ class Budget:
 
     @property
     def reading_bytes(self) -> int:
-        """For each of the batches that are read at once, besides those who decode."""
+        """For each of the batches read at once, besides the scratch memory of its decoders."""
         if self.max_host_bytes is None or self.decoders is None:
             return MAX_HOST_BYTES
         each = self.max_host_bytes // 2 // READS_AT_ONCE
         return min(MAX_HOST_BYTES, each - self.decoders * ARENA_BYTES)
 
     def ahead_bytes(self, asked_bytes: int | None = None) -> int:
-        """What may be read before it is asked for."""
+        """How much may be read ahead of the caller."""
         ahead = AHEAD_BYTES if asked_bytes is None else asked_bytes
         return ahead if self.max_host_bytes is None else min(ahead, self.max_host_bytes // 2)
 
@@ -79,12 +78,13 @@ class Budget:
     def round_bytes(self) -> int | None:
         """What a group exchanges at a time, and what each rank reads at a time; None: any amount.
 
-        Two of these are read ahead and one was exchanged, beside what is being placed.
+        In memory at a time are two of these that were read ahead, one that was exchanged, and
+        what is being placed.
         """
         return None if self.max_host_bytes is None else self.max_host_bytes // 16
 
     def slab_bytes(self, *, device_decode: bool, by_group: bool = False) -> int:
-        """Of a ring; a device that decodes has scratch memory as long as a slab.
+        """The length of a ring's slabs. A device that decodes has scratch memory as long as one.
 
         `by_group`: half of the ring's memory is needed for what is exchanged.
         """

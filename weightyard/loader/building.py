@@ -78,7 +78,7 @@ class Supply:
     """Puts files into a folder, checked and durable."""
     reader: Callable[[], ReadsBlocks]
     on_bytes: Progress = lambda done_bytes: None
-    """Is told of bytes that came; progress is also made by what this node has already."""
+    """Is told of bytes that came here; `progress` also counts those this node had already."""
 
 
 def take_snapshot(
@@ -93,7 +93,7 @@ def take_snapshot(
     deadline: Deadline,
     is_patient: bool = True,
 ) -> Snapshot:
-    """The snapshot of a version, made if it is not there. Its bytes stay in the store meanwhile.
+    """The snapshot of a version, made if it is not there, under a lease on the version.
 
     `is_patient`, `deadline`: see `Snapshots.obtain`. What `progress` raises ends it.
     Raises NotOnNode, NoSuchThing, Unsupported, StoreFull, and what reading raises.
@@ -172,7 +172,7 @@ def build(
         if isinstance(file.source, StateFile):
             with translated(at):
                 write_state(supply.reader(), manifest, file.source, at, came)
-        progress(0)  # a large file takes its time
+        progress(0)  # a sign of life: a large file takes long to hash
         digest = digest_of(at, threads=blake3.AUTO)
         if digest is None:
             raise BlockCorrupt(f"{at} cannot be read back")
@@ -186,7 +186,7 @@ def build(
 
 
 def _link(file: PlannedFile, known: Path, record: FileRecord, folder: Path) -> bool:
-    """Have a file of another snapshot here too, if it is still there and still right."""
+    """Link a file of another snapshot here, if it still is there and has the right bytes."""
     target = folder.joinpath(*file.path.parts)
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -209,7 +209,7 @@ def write_state(
     """Make the safetensors file of a state dict, durable. Raises as the reader, OSError."""
     handle = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        # Pages of a sparse file that find no room when they are written end the process.
+        # Writing to a mapped page for which the disk has no room would kill the process (SIGBUS).
         os.posix_fallocate(handle, 0, state.bytes)
         # Not closed by hand: after a failure the error's traceback still has views of it.
         pages = mmap.mmap(handle, state.bytes)

@@ -35,15 +35,15 @@ _log = Log(__name__)
 
 REST_BYTES = 64 * MIB
 REST_SHARE = 8
-"""So much of a version, or this part of it, may be read from the store besides what
-lies in the host's memory."""
+"""A snapshot is worthwhile if no more of the version has to be read from the store again than
+REST_BYTES or, if that is more, one part in REST_SHARE; the rest lies in the host's memory."""
 
 NEARLY_DONE_BYTES = 1024 * MIB
 NEARLY_DONE_S = 5.0
-"""With no more than that to do, closing waits so long for it."""
+"""How long closing waits for the rest, if that is no more than NEARLY_DONE_BYTES."""
 
 _ENDING_S = 10.0
-"""How long what was given up may take to end: the disk may be slow to take a file."""
+"""How long closing waits for work it gave up to end: the disk may be slow to take a file."""
 
 
 @dataclass(eq=False, slots=True)
@@ -88,13 +88,13 @@ class Byproducts(Closing):
         self._thread: threading.Thread | None = None
 
     def add(self, byproduct: Byproduct) -> None:
-        """Have a snapshot made, if that is worthwhile and it is not to be made already."""
+        """Have a snapshot made, if that is worthwhile, is not planned yet and has not failed."""
         digest = byproduct.version.digest
         if not byproduct.is_worthwhile:
             return
         with self._lock:
             if not self._is_working:
-                self._to_make.clear()  # after a fork, of a process whose thread this is not
+                self._to_make.clear()  # after a fork: these are for the parent's thread
             known = {one.version.digest for one in self._to_make} | self._failed
             if digest in known or self._stop.is_cancelled:
                 return
@@ -112,8 +112,8 @@ class Byproducts(Closing):
                 _log.warning("snapshot.not_made", version=byproduct.version.ref, reason=why)
 
     def wait(self, seconds: float) -> bool:
-        """Wait until there is nothing more to do, but not longer; whether that is so."""
-        with self._lock:  # held while a thread is begun: until then it cannot be waited for
+        """Wait until there is nothing more to do, at most so long. Returns whether that is so."""
+        with self._lock:  # `add` holds it until the thread is started and can be joined
             thread = self._thread
         if thread is None:
             return True

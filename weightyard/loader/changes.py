@@ -1,4 +1,4 @@
-"""Changes: which bytes of which tensors a version has that are not there yet. Pure.
+"""Changes: which bytes must come so that tensors hold what another version says. Pure.
 
 Blocks are named by their content, so what two versions share is seen without reading either.
 """
@@ -30,20 +30,20 @@ class Piece:
         return self.into + self.length
 
     def between(self, begin: int, end: int) -> Piece:
-        """Those that lie there in the tensor's memory."""
+        """The part from `begin` to `end` in the tensor's memory."""
         return replace(self, into=begin, offset=self.offset + begin - self.into, length=end - begin)
 
 
 @dataclass(frozen=True, slots=True)
 class Content:
-    """What a tensor holds, by the names of blocks: what is equal has equal bytes."""
+    """What a tensor holds, by the names of blocks: equal contents have equal bytes."""
 
     dtype: DType
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
-    """All its bytes in order; none of them if some are picked."""
+    """All its bytes in order; empty if some of them are picked."""
     picked: tuple[tuple[int | Pick, tuple[Piece, ...]], ...] = ()
-    """Of a tensor that is not made of runs: what is fetched for it, and what becomes of that."""
+    """If some bytes are picked: each fetch's place or pick, and the pieces it consists of."""
 
 
 Holds: TypeAlias = Mapping[str, Content | None]
@@ -60,11 +60,11 @@ class Change:
     before: Content | None
     """What it must hold before; None: all of it comes."""
     pieces: tuple[Piece, ...]
-    """What comes, in order; of a tensor with picked bytes this is not known here."""
+    """What comes, in order; empty for a tensor with picked bytes, of which all comes."""
 
     @property
     def bytes(self) -> int:
-        """The memory that takes."""
+        """How much memory that takes."""
         if self.before is None:
             return self.plan.bytes
         return sum(piece.length for piece in self.pieces)
@@ -119,7 +119,7 @@ def plan_changes(
 
 
 def differing(before: Content, after: Content) -> Iterator[Piece]:
-    """What one content has that the other, of the same length, has not in the same place."""
+    """What `after` has that `before`, of the same length, does not have in the same place."""
     old = iter(before.pieces)
     was = next(old, None)
     for piece in after.pieces:

@@ -57,7 +57,7 @@ def choose(
     `files` are paths or patterns. Without them: the state dict; else `model.safetensors`; else what
     the index of its shards names; else the only file that has tensors. `tensors` are names or
     patterns; one that begins with `!` leaves out what fits it, and the last that fits decides.
-    What is a name is no pattern, also where it has brackets.
+    What is the name of a tensor is not taken as a pattern, even if it has brackets.
     Raises NoSuchThing, Refused if two of the files have a tensor of the same name.
     """
     found = _of_index(manifest, index) if index is not None else _of_files(manifest, files)
@@ -81,7 +81,7 @@ def fitting(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
 
 
 def admitted(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
-    """The names that the last pattern that fits lets in; where none fits, if the first is a !."""
+    """The names let in by the last pattern that fits; those none fits, if the first has a `!`."""
     is_in = dict.fromkeys(names, bool(patterns) and patterns[0].startswith("!"))
     for pattern in patterns:
         for name in meant(is_in, pattern.removeprefix("!")):
@@ -90,9 +90,9 @@ def admitted(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
 
 
 def meant(names: Mapping[str, object], pattern: str) -> list[str]:
-    """What a pattern means: the one name that it is, and only if it is none, those that it fits.
+    """The names a pattern means: the one it is itself, or if it is none, all that it fits.
 
-    `w[0]` is a pattern that fits `w0`, and a usual name.
+    `w[0]` is a common kind of name, but as a pattern it would fit `w0`.
     """
     if pattern in names:
         return [pattern]
@@ -163,7 +163,7 @@ def _only(manifest: Manifest, having: Sequence[str]) -> Sequence[str]:
     if not having:
         raise NoSuchThing(f"there are no tensors in it: {_inventory(manifest)}")
     odd = [f.path for f in manifest.files if f.path.endswith(_SUFFIX) and f.path not in having]
-    if odd:  # one of them may be the model, and what has tensors an adapter of it
+    if odd:  # one of these may be the model, and the file with tensors only its adapter
         raise NoSuchThing(
             f"{some_of(odd)}: kept as plain bytes (a hole, a double name or an odd header), or "
             f"empty; say with files= which to load of {some_of(having)}, or push anew what "
@@ -201,7 +201,7 @@ def _natural(name: str) -> tuple[tuple[int, str], ...]:
 
 
 def some_of(names: Collection[str], like: str = "") -> str:
-    """A few of many names, for a message: first those that look `like` one that there is not."""
+    """A few of many names, for a message: first those that look `like` a name there is not."""
     few = list(dict.fromkeys([*get_close_matches(like, names), *names]))[:_FEW]
     shown = ", ".join(few)
     if len(names) > len(few):

@@ -1,7 +1,7 @@
-"""Converting: stored bytes on their way into a tensor that is not as they are.
+"""Converting: stored bytes on their way into a tensor of another dtype or memory order.
 
-Such a tensor is of another dtype, or does not lie in row-major order. What arrives is put into it
-piece by piece, so that it never lies there whole as it is stored.
+What arrives is put into the tensor piece by piece, so that the stored form never is in memory as a
+whole.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     import torch
 
 _WORDS = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64, 16: np.complex128}
-"""Elements as words that torch and NumPy both know, by their bytes."""
+"""A type that both torch and NumPy know, by the bytes of an element."""
 
 
 def result_dtype(plan: TensorPlan, dtype: torch.dtype | None) -> torch.dtype:
-    """What a tensor is cast to. Integers are not."""
+    """The dtype of the resulting tensor. Only floating-point tensors are cast."""
     stored = torch_dtype(plan.dtype)
     return stored if dtype is None or not stored.is_floating_point else dtype
 
@@ -51,15 +51,15 @@ def converted(
 
 
 def widening(plans: Sequence[TensorPlan], dtype: torch.dtype | None) -> int:
-    """How many times its stored bytes a tensor has at most when it is cast."""
+    """How many times as long as stored a tensor is at most, once it is cast."""
     wider = (-(-8 * result_dtype(plan, dtype).itemsize // plan.dtype.bits) for plan in plans)
     return max(wider, default=1)
 
 
 def put_run(into: torch.Tensor, dtype: DType, start: int, source: torch.Tensor) -> None:
-    """Put bytes into a tensor; `start`: where they would begin if it were as it is stored.
+    """Put stored bytes into a tensor; `start`: where they begin in its stored form.
 
-    Both lie on one device, which takes no memory for it. Raises Unsupported for parts of elements.
+    Both are on one device, and no memory is taken there. Raises Unsupported for parts of elements.
     """
     width = dtype.bits // 8
     if start % width or source.numel() % width:
@@ -90,7 +90,7 @@ def put_picked(into: torch.Tensor, dtype: DType, pick: Pick, run: memoryview) ->
 
 
 def boxes(shape: tuple[int, ...], start: int, count: int) -> Iterator[tuple[slice, ...]]:
-    """Elements that follow each other in row-major order, as few boxes. Pure."""
+    """A run of elements in row-major order, as few boxes. Pure."""
     if not shape:
         yield ()
         return
@@ -117,7 +117,7 @@ def _within_row(
 
 
 def pick_box(pick: Pick, shape: tuple[int, ...], width: int) -> tuple[slice, ...]:
-    """The box of a tensor that a pick fills: its strides there are those of dimensions. Pure."""
+    """The box of a tensor that a pick fills: each of its strides is that of a dimension. Pure."""
     counts = dict(zip(pick.into_strides, pick.shape, strict=True))
     at = pick.into
     box = []

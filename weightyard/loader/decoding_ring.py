@@ -1,7 +1,7 @@
 """A ring whose device decodes: planes are merged, and deltas added to their bases, on the device.
 
-The host only checks and decompresses. What it leaves lies in the slabs, is copied into memory of
-the device that is used again and again, and from there put where it belongs.
+The host only checks and decompresses, into the slabs. What is left to do for the device is copied
+from there into scratch memory of its own, which is used again and again, and put where it belongs.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ class ReadsUndecoded(Protocol):
 
     @property
     def blocks(self) -> Sequence[BlockEntry]:
-        """Of the version."""
+        """The version's blocks."""
 
     def fill(self, targets: Iterable[Filled]) -> None:
         """Fill memory with decoded bytes."""
 
     def read_undecoded(self, targets: Sequence[Undecoded], *, are_bases: bool = False) -> None:
-        """Fill memory with what the device decodes. Bases are those of deltas read before."""
+        """Fill memory with what the device decodes. `are_bases`: of deltas read before."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Pieces of blocks and the bytes on the device they are for."""
+    """Pieces of blocks, and for which bytes of a tensor on the device they are."""
 
     tensor: int
     start: int
@@ -70,7 +70,7 @@ class _Added:
 
 
 class DecodingRing(RingPlacer):
-    """Tensors on a device that decodes. It takes one slab's length of it besides, and a little."""
+    """Tensors on a device that decodes. That takes memory there: a slab's length and a little."""
 
     def __init__(
         self,
@@ -93,8 +93,8 @@ class DecodingRing(RingPlacer):
     def fill_undecoded(self, batch: Batch, reads: ReadsUndecoded) -> None:
         """As `fill`, but the device decodes.
 
-        Not what is put together on the host, nor what is converted on the way: merging and adding
-        need a tensor as it is stored, which would lie there besides.
+        Not for tensors that are put together on the host or converted on the way: merging and
+        adding need the stored form, which would take memory of its own.
         """
         decoded = [part for part in batch.parts if self._is_for_host(part.tensor)]
         if decoded:
@@ -125,7 +125,8 @@ class DecodingRing(RingPlacer):
     def finish(self, number: int) -> torch.Tensor:
         """The tensor. Raises BlockCorrupt if a delta and its base do not make the block.
 
-        Of blocks that lie in it whole, in however many parts they came: others have no fold here.
+        Checked are blocks that lie in it whole, in however many parts they came: the fold of a
+        part is not known.
         """
         self._copies.hand_over()
         blocks: dict[tuple[int, BlockId], list[_Added]] = {}

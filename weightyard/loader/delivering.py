@@ -32,7 +32,7 @@ def deliver(
 ) -> Generator[tuple[int, torch.Tensor]]:
     """Tensors by number as they are whole, with at most so many bytes on their way.
 
-    `fill` has a batch filled, in another thread; `stop` ends those that are at it. When the
+    `fill` fills a batch, in another thread; `stop` makes all that are under way end. When the
     iterator ends or is closed they have ended, and the placer is closed. Raises what `fill` raises,
     DeadlineExceeded.
     """
@@ -64,7 +64,7 @@ def deliver(
 
 
 def wait_for(future: Future[_T], deadline: Deadline) -> _T:
-    """What a thread comes to. Raises what it raises, DeadlineExceeded."""
+    """The result of work in a thread. Raises what that raises, DeadlineExceeded."""
     left_s = deadline.left("loading")
     try:
         return future.result(None if math.isinf(left_s) else left_s)

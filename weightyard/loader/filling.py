@@ -25,12 +25,12 @@ class Filled:
     fetch: Fetch
     dtype: DType
     memory: memoryview
-    """The fetch's own bytes if it goes straight there; all of the tensor's if they are picked."""
+    """Where the fetch's bytes go, if straight; if some are picked, the tensor's whole memory."""
     put: Callable[[Pick, memoryview], None] | None = None
-    """Picks from a run into a tensor that is not as it is stored."""
+    """Picks from a run into a tensor that is converted."""
 
     def pick(self, run: memoryview) -> None:
-        """Have what is wanted of a run."""
+        """Copy what is wanted out of a run."""
         assert isinstance(self.fetch.goes, Pick)
         if self.put is not None:
             self.put(self.fetch.goes, run)

@@ -38,11 +38,11 @@ class Found:
     """Where things are, the same on all ranks."""
 
     lying: Mapping[int, PackReplicas]
-    """By the number of a block, as far as that is to be had: reading will tell of what is not."""
+    """By the number of a block, as far as it was found: reading will report what is missing."""
     places: Sequence[Place]
     """Of the ranks."""
     stored_bytes: int
-    """What has to be read for all of it together, bases of deltas counted."""
+    """Stored bytes that have to be read for all of it, bases of deltas counted."""
 
 
 class _Looked(msgspec.Struct):
@@ -51,15 +51,15 @@ class _Looked(msgspec.Struct):
     packs: dict[int, str]
     """By the number of a block."""
     bases: list[str]
-    """Packs that are read, too, since deltas need them."""
+    """Packs that are read too, for the bases of deltas."""
     stored_bytes: int
 
 
 def find(ranks: Ranks, origin: Origin, wants: Sequence[Wants], deadline: Deadline) -> Found:
     """Look up what any rank wants: each rank asks for some, and tells the others.
 
-    So the catalogue is asked once for a block and the NameNode once for a pack, however many read
-    of it. What the NameNode said has block tokens in it, and goes to the ranks of the group only.
+    So the catalogue is asked once for a block and the NameNode once for a pack, however many ranks
+    read it. What the NameNode said has block tokens in it, and goes only to ranks of the group.
     """
     together = wanted_by_any(wants)
     numbers = sorted(together)
@@ -93,7 +93,7 @@ def find(ranks: Ranks, origin: Origin, wants: Sequence[Wants], deadline: Deadlin
 
 
 def told(said: bytes, kind: type[_T]) -> _T:
-    """What another rank says. Raises Refused."""
+    """Decode what another rank said. Raises Refused."""
     try:
         return msgspec.msgpack.decode(said, type=kind)
     except (msgspec.DecodeError, RecursionError) as why:
@@ -134,7 +134,7 @@ def _look_up(origin: Origin, wanted: Wants, deadline: Deadline) -> _Looked:
 
 
 def _best(placements: Mapping[BlockId, Sequence[Placement]]) -> dict[BlockId, Placement]:
-    """Those that a reader takes."""
+    """For each block the placement that a reader takes."""
     return {
         block: min(standalone(places) or places, key=lambda one: one.encoding.stored_bytes)
         for block, places in placements.items()

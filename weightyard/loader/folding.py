@@ -37,7 +37,7 @@ def fold_where_it_lies(raw: torch.Tensor) -> Fold:
 
 
 def _fold_rows(raw: torch.Tensor, columns: int, before: int) -> tuple[int, int]:
-    """Fold of rows of words that `before` other words precede, not yet reduced."""
+    """Fold of rows of words that `before` other words precede, not yet reduced to 64 bits."""
     import torch
 
     if not raw.numel():

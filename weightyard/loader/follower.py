@@ -79,7 +79,7 @@ class Following:
     store: Callable[[], Store]
     """Raises StoreUnavailable or Unsupported where bytes come only through the service."""
     reader: Callable[[Version, Manifest, Deadline], ReadsBlocks]
-    """Who reads blocks of a version, whichever way they come."""
+    """Makes what reads a version's blocks, whichever way they come."""
     manifest: Callable[[Version], Manifest]
     file: Callable[[Version, Manifest, FileEntry], bytes]
     """A small file of a version."""
@@ -198,7 +198,7 @@ class Follower(Closing):
             return None if self._staged is None else self._staged.version
 
     def wait(self, timeout_s: float) -> Version | None:
-        """Wait until a version is ready; None if the time was over first, or it was closed."""
+        """Wait until a version is ready; None if time runs out or the follower is closed first."""
         with self._state:
             self._state.wait_for(
                 lambda: self._staged is not None or self._stop.is_cancelled, timeout_s
@@ -208,7 +208,7 @@ class Follower(Closing):
     def apply(
         self, module: torch.nn.Module | Mapping[str, torch.Tensor] | None = None
     ) -> Version | None:
-        """Have what is served hold the version that is ready, if one is; what is applied then.
+        """Put the version that is ready, if any, into what is served. Returns what is applied then.
 
         Call it between two forward passes. It copies memory and does nothing else: no I/O can make
         it fail. `module`: what is served, if `follow` was not told; from then on it is followed.
@@ -238,14 +238,14 @@ class Follower(Closing):
         return Resident(module)
 
     def _adopt(self, target: Resident, staged: Staged, left: Sequence[StagedTensor]) -> None:
-        """From now on what comes is for this one; what is ready may be from before.
+        """From now on versions are brought for `target`; `staged` may be from before.
 
         Raises DoesNotFit.
         """
         plans = [one.change.plan for one in left]
         chosen = target.require(staged.entries, self._following.asked, plans)
         self._resident = target
-        # Of what the module ties the version may name only one.
+        # The version may have only one of the names that the module ties.
         for name, slot in chosen.items():
             self._holds |= dict.fromkeys(slot.names, self._holds.get(name))
 
@@ -253,7 +253,7 @@ class Follower(Closing):
         """The tensors that differ in the version that is ready, for servers that load on their own.
 
         They are on the host and the caller's to keep. When the last was taken the version counts as
-        applied; if the caller stops before, all that it may not have come again next time.
+        applied. If the caller stops before, all that it may not have taken come again next time.
         """
         with self._state:
             staged = self._applicable()
@@ -276,7 +276,7 @@ class Follower(Closing):
         finally:
             with self._state:
                 self._is_taking = False
-                # Of what was not taken to its end the caller may have changed some: bring it anew.
+                # If not all was taken, the caller may have changed some of it: bring it anew.
                 self._drop(staged)
 
     def close(self) -> None:
@@ -291,7 +291,7 @@ class Follower(Closing):
             thread.join(max(0.0, ends_at - time.monotonic()))
 
     def _applicable(self) -> Staged | None:
-        """What is ready, if it leads on from what tensors hold now; else it is brought anew."""
+        """What is ready, if it fits what tensors hold now; else it is dropped and brought anew."""
         if self._staged is not None and not self._staged.fits(self._holds):
             self._staged = None
             self._state.notify_all()
@@ -317,7 +317,7 @@ class Follower(Closing):
         self._version = staged.version
         self._is_torn = False
         if not self._resident.has_tensors:
-            # Of one that was taken half-way, and never to its end, there may be others.
+            # Forget other tensors, of a version that was taken only in part.
             self._holds = {name: self._holds[name] for name in staged.contents}
         self._drop(staged)
         _log.info("follow.applied", ref=self._following.ref, version=staged.version.ref)
@@ -355,7 +355,7 @@ class Follower(Closing):
                 self._want(seen)
 
     def _want(self, version: Version | None) -> None:
-        """From now on this one counts, and no other."""
+        """From now on bring this version and no other."""
         self._wanted = version
         self._staged = None
         self._not_brought = None
@@ -415,7 +415,7 @@ class Follower(Closing):
         with self._state:
             cancel = self._bringing
             now = dict(self._holds)
-            before = now if self._version is not None else {}  # else it may be some of a version
+            before = now if self._version is not None else {}  # else a part of a version
         following, resident = self._following, self._resident
         began = time.monotonic()
         try:

@@ -1,4 +1,4 @@
-"""Tensors that lie in packs of this host as they are: mapped there and checked, not copied."""
+"""Tensors that lie raw in packs on this host: mapped where they are and checked, not copied."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 _log = Log(__name__)
 
 LEAST_BYTES = CHUNK_BYTES
-"""Shorter ones are copied: a process may have only so many mappings, 65530 unless it is told."""
+"""Shorter tensors are copied: Linux limits the mappings of a process, by default to 65530."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """Chunks of a raw block: as they are stored they are what is wanted."""
+    """Neighbouring chunks of a raw block: the stored bytes are the ones wanted."""
 
     placement: Placement
     first: int
@@ -65,9 +65,9 @@ def raw_chunks_of(
     blocks: Sequence[BlockEntry],
     placements: Mapping[BlockId, Sequence[Placement]],
 ) -> tuple[Chunks, ...]:
-    """The chunks that make up a tensor, one after the other; none if it is not made so. Pure.
+    """The chunks that make up a tensor, one after the other; empty if it is not so made. Pure.
 
-    Chunks are what can be checked, so those of which it has a part only will not do.
+    Only whole chunks can be checked, so a tensor that has only a part of one will not do.
     """
     if len(plan.fetches) != 1 or plan.is_picked or plan.bytes < LEAST_BYTES:
         return ()
@@ -108,10 +108,11 @@ def checked(
 ) -> Generator[tuple[TensorPlan, torch.Tensor, ReadReport]]:
     """Tensors, mapped out of packs below a store's folder, and what it took to check every chunk.
 
-    `verified`: of which packs that was done before, and need not be now.
-    Left out are those that have no chunks, cannot be mapped, or are not what they should be: who
-    reads those will look elsewhere, or say what is wrong. When the iterator ends or is closed no
-    thread is left, unless what is known was checked long ago, which is then done behind it.
+    `verified`: knows what was checked before, and need not be now.
+
+    Left out are tensors that have no chunks, cannot be mapped, or have wrong bytes: reading them
+    the usual way will look elsewhere, or say what is wrong. When the iterator ends or is closed no
+    thread is left, except one that checks again what was last checked long ago.
     """
     began_s = time.time()
     pool = ThreadPoolExecutor(cores(), "weightyard-check")
@@ -149,7 +150,7 @@ def checked(
 def _recheck_due(
     folder: Path, verified: Verified, known: Mapping[Path, Pack], used: Iterable[_Lying]
 ) -> None:
-    """Have those checked again in the background that were long ago."""
+    """Have what was last checked long ago checked again in the background."""
     now_s = time.time()
     overdue = [(one.plan, one.chunks) for one in used if is_due(known, one.runs, now_s)]
     if overdue and (alone := verified.alone()) is not None:
@@ -159,7 +160,7 @@ def _recheck_due(
 def _recheck(
     folder: Path, verified: Verified, wanted: Sequence[tuple[TensorPlan, Sequence[Chunks]]]
 ) -> None:
-    """Over memory of its own: what was handed out may be changed by its owner."""
+    """Maps packs anew: memory that was handed out may have been changed by its owner."""
     for plan, chunks in wanted:
         began_s = time.time()
         if (one := _mapped(folder, plan, chunks)) is None:
@@ -187,7 +188,7 @@ def _mapped(folder: Path, plan: TensorPlan, chunks: Sequence[Chunks]) -> _Lying 
 
 
 def _tensor(one: _Lying) -> torch.Tensor:
-    """Keeps its memory mapped for as long as it lives."""
+    """A tensor that keeps its memory mapped for as long as it lives."""
     import torch
 
     return torch.frombuffer(one.memory, dtype=torch_dtype(one.plan.dtype)).view(one.plan.shape)

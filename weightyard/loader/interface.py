@@ -57,7 +57,7 @@ class Loads(ABC):
     pushed state dict; else `model.safetensors`; else the shards of its index; else the only file
     that has tensors.
     `tensors`: names or patterns; one that begins with `!` leaves out what fits it, and the last
-    that fits a name decides. What is a name, brackets and all, is no pattern.
+    that fits a name decides. What is the name of a tensor, brackets and all, is not a pattern.
     `slices`: what is wanted of a tensor, by name or pattern: what NumPy takes between brackets
     (integers, slices, `...`), or a layout (a DTensor, or a `weightyard.loader.layouts.Layout`):
     this rank's shard.
@@ -65,17 +65,18 @@ class Loads(ABC):
     `dtype`: what floating-point tensors are cast to: a floating-point torch.dtype or its name
     ("bfloat16"). Others stay what they are.
     `verify`: "fast" checks the checksum of every chunk, "full" also the name of every block.
-    `cache`: use this node's snapshot of the version if there is one, and what it knows to be
-    checked; leave a snapshot where all of it was loaded from a store elsewhere (none with "full").
-    `timeout`: seconds for all of it, then DeadlineExceeded; a database that does not say what a ref
-    means is waited for until its own deadline.
+    `cache`: use this node's snapshot of the version if there is one, and do not wait for checks
+    that this node has made before; if all of it was loaded from a store elsewhere, leave a snapshot
+    (not with "full").
+    `timeout`: seconds for all of it, then DeadlineExceeded; but a database that does not say what a
+    ref means is waited for until its own deadline.
     `progress`: is told of raw bytes, as they are done, from any thread.
     `on_unavailable`: "cached" goes on with what this node last knew where the yard does not
     answer, "fail" does not; None: as the yard was opened.
     `device_decode`: planes are merged and deltas added on the device, not on the host; not with
     "full", nor with a group. It changes nothing for tensors on the host.
     `max_host_bytes`: what may be used of the host's memory besides the tensors that stay there.
-    `max_device_extra_bytes`: the same of the device's, by `device_decode`.
+    `max_device_extra_bytes`: the same of the device's memory, with `device_decode`.
 
     All of them raise NoSuchThing (and say what there is), Refused, Damaged, Retryable.
     """
@@ -96,11 +97,11 @@ class Loads(ABC):
     def _version_to_use(
         self, ref: str, on_unavailable: OnUnavailable = None, deadline: Deadline = NEVER
     ) -> Version:
-        """The version a ref means; that it is used is noted."""
+        """The version a ref means. Notes that it is used."""
 
     @abstractmethod
     def _manifest_of(self, version: Version, deadline: Deadline = NEVER) -> Manifest:
-        """What it consists of."""
+        """What a version consists of."""
 
     @abstractmethod
     def _take_snapshot(
@@ -111,22 +112,22 @@ class Loads(ABC):
         deadline: Deadline,
         on_bytes: Callable[[int], None],
     ) -> Snapshot:
-        """This node's snapshot of it, made if need be, by whichever way bytes come.
+        """This node's snapshot of a version, made if need be, whichever way its bytes come.
 
-        `on_bytes` is told of those that came, which this node did not have.
+        `on_bytes` is told of bytes that came because this node did not have them.
         """
 
     @abstractmethod
     def _expect(self, version: Version) -> None:
-        """Hear that a version's packs may be asked for."""
+        """Be told that a version's packs may be asked for."""
 
     def use(self, ref: str) -> tuple[Version, Manifest]:
-        """The version a ref means, and what it consists of. That it is used is noted."""
+        """The version a ref means, and what it consists of. Notes that it is used."""
         version = self._version_to_use(ref)
         return version, self._manifest_of(version)
 
     def stored(self, version: Version, manifest: Manifest) -> StoreOrigin:
-        """A version in the store, of which another process said what it consists of."""
+        """A version in the store, with the manifest that another process gave."""
         from weightyard.loader.stored import StoreOrigin
 
         self._expect(version)
@@ -233,8 +234,8 @@ class Loads(ABC):
 
         Keys, shapes and kinds are compared before any tensor is read; with `strict`, missing and
         unexpected keys raise DoesNotFit as other shapes always do, and dtypes that differ unless
-        both are floats. Of parameters that the module ties one name is enough. Of a DTensor this
-        rank's shard is read, and no more.
+        both are floats. For parameters that the module ties, one of their names is enough. Of a
+        DTensor only this rank's shard is read.
 
         Parameters that have memory are filled where they are, and keep device and dtype. If that
         fails half-way some have their new values, some the old ones, and some of both: load
@@ -337,7 +338,7 @@ class Loads(ABC):
         cache: bool,
         leaves: bool = True,
     ) -> Origin:
-        """Where a ref's tensors are to be had."""
+        """Where a ref's tensors come from."""
         tally = tally or Tally(self.on_event)
         with tally.stage("resolve"):
             version = self._version_to_use(ref, on_unavailable, asked.deadline)
@@ -346,7 +347,7 @@ class Loads(ABC):
     def _origin_of(
         self, version: Version, asked: Asked, tally: Tally, *, cache: bool, leaves: bool
     ) -> Origin:
-        """Where a version's tensors are to be had: on this node, else in the store.
+        """Where a version's tensors come from: from this node, else from the store.
 
         Where the store cannot be reached they are brought to this node. `leaves`: what is loaded
         from the store may become a snapshot.
@@ -361,7 +362,7 @@ class Loads(ABC):
             try:
                 store = self.store
             except (StoreUnavailable, Unsupported):
-                # Bytes come through the service, which is slow: so once for all of this node.
+                # Bytes come through the service, which is slow: so once for the whole node.
                 if not may_map:
                     raise
                 snapshot = self._bring(version, asked, tally, tally.through_service)
@@ -396,7 +397,7 @@ class Loads(ABC):
     def _bring(
         self, version: Version, asked: Asked, tally: Tally, on_bytes: Callable[[int], None]
     ) -> Snapshot:
-        """This node's snapshot of a version, made if another process does not make it."""
+        """This node's snapshot of a version, made unless another process makes it."""
         with tally.stage("snapshot"):
             return self._take_snapshot(
                 version, progress=asked.progress, deadline=asked.deadline, on_bytes=on_bytes
@@ -405,7 +406,7 @@ class Loads(ABC):
     def _bring_first(self, version: Version, asked: Asked, tally: Tally) -> Snapshot | None:
         """The same, if all of it is wanted and there is room for it; else None.
 
-        What makes it knows no bound on memory, so that none is made for who gives one.
+        Making it does not bound its memory: so none is made for a caller that sets a bound.
         """
         is_bounded = asked.budget.max_host_bytes is not None
         if not asked.is_whole or asked.files is not None or is_bounded:
@@ -419,7 +420,7 @@ class Loads(ABC):
             return None
 
     def _may_leave(self, version: Version, store: Store) -> bool:
-        """Whether a snapshot of it is wanted: not of what this host has anyway, nor offline."""
+        """Whether to leave a snapshot: not of what lies on this host anyway, nor offline."""
         return (
             self._settings.cache_loads is not False
             and folder_of(store) is None

@@ -35,7 +35,7 @@ def load_into(
     meta_device = device_of(device)
     slots = slots_of(module)
     with origin.tally.stage("plan"):
-        # Each goes to a place of its own: whether two of them are tied, the module says.
+        # Each goes to a place of its own: which are tied is for the module to say.
         entries = [msgspec.structs.replace(entry, tied=None) for entry in origin.chosen(asked)]
         chosen = fit(slots, entries, strict=strict, expected=_expected(slots, asked))
         entries = [entry for entry in entries if entry.name in chosen]

@@ -46,10 +46,10 @@ if TYPE_CHECKING:
     import torch
 
 _AHEAD = 4
-"""What a rank reads before it is exchanged or placed: so many rounds."""
+"""How many rounds a rank reads ahead of exchanging or placing them."""
 
 _AHEAD_WITHIN = 2
-"""The same with a bound on the host's memory, by which `Budget.round_bytes` divides it."""
+"""The same where the host's memory is bounded; `Budget.round_bytes` relies on it."""
 
 _T = TypeVar("_T")
 
@@ -63,21 +63,21 @@ class Planned:
     to: Destination
     plans: Sequence[TensorPlan]
     passing: frozenset[int] = frozenset()
-    """Tensors, by number, that are copied from when they are whole, and then dropped: few of them
-    are in the making at a time."""
+    """Tensors, by number, that the caller copies from as soon as they are whole, and then drops:
+    so only few of them are in memory at a time."""
 
     @property
     def is_straight(self) -> bool:
-        """Whether tensors that are as they are stored lie where their bytes are received.
+        """Whether bytes of tensors that are not converted are received right in the tensors.
 
-        Elsewhere, and where whole blocks are wanted to prove some of their bytes, there is a copy,
-        which is bounded.
+        On a device they are not, nor where whole blocks are read to prove a part of them: there
+        bytes are copied, through bounded memory.
         """
         return self.to.device.type == "cpu" and self.asked.verify == "fast"
 
     @property
     def copied(self) -> frozenset[int]:
-        """Tensors, by number, that get their bytes from elsewhere in memory. Raises Unsupported."""
+        """Tensors, by number, that are filled by copies in memory. Raises Unsupported."""
         return self.passing | converted_for(self.plans, self.asked, self.to)
 
 
@@ -106,15 +106,15 @@ class _Wish(msgspec.Struct):
 
     wants: bytes
     asked: bytes
-    """The same if it is the same that is asked for."""
+    """A digest of what is asked for: ranks that ask for the same have the same."""
     raw_bytes: int
     verify: str
     round_bytes: int | None
-    """The most it has memory to exchange at a time."""
+    """How much it has memory to exchange at a time; None: any amount."""
 
 
 def read_jointly(ranks: Ranks, prepare: Callable[[], Planned], take: Take) -> Joint:
-    """What each rank plans; of the store's bytes all ranks together read one copy.
+    """Make what each rank plans; all ranks together read one copy of the store's bytes.
 
     Raises what preparing and reading raise, and RankFailed if another rank fails.
     """
@@ -123,7 +123,7 @@ def read_jointly(ranks: Ranks, prepare: Callable[[], Planned], take: Take) -> Jo
     def wish() -> bytes:
         planned = prepare()
         mine.append((planned, planned.copied))
-        # What this node has the files of it reads from those.
+        # A node that has the version's files reads those, and needs nothing from the store.
         needed = planned.plans if isinstance(planned.origin, StoreOrigin) else ()
         regions = repr([(one.names, one.region) for one in needed]).encode()
         said = _Wish(
@@ -163,7 +163,7 @@ def read_jointly(ranks: Ranks, prepare: Callable[[], Planned], take: Take) -> Jo
 def _carry_out(
     ranks: Ranks, planned: Planned, copied: frozenset[int], split: Split, take: Take
 ) -> int:
-    """Read and exchange, round by round. What can fail is done where all ranks hear of it."""
+    """Read and exchange, round by round. What can fail runs in `tell`: all ranks hear of it."""
     has_files = not isinstance(planned.origin, StoreOrigin)
     making: _Making = (
         _Mapping(planned, take) if has_files else _Sharing(planned, copied, split, ranks.rank, take)
@@ -193,14 +193,14 @@ class _Making:
         self.received_bytes = 0
 
     def read(self) -> bytes:
-        """Have this rank's portions of the next round; what came in the last one is placed."""
+        """Place what came in the last round, and get this rank's portions of the next one."""
         return b""
 
     def exchange(self, ranks: Ranks, portions: Sequence[Portion]) -> None:
         """Give others what this rank read for them, take what they read for it."""
 
     def go_on(self) -> bytes:
-        """Make for a while what needs no other rank. Says when nothing is left."""
+        """Do for a while what needs no other rank. Returns DONE when nothing is left."""
         return DONE
 
     def close(self) -> None:
@@ -237,7 +237,7 @@ class _Sharing(_Making):
         read_bytes = RUN_BYTES if most_bytes is None else min(RUN_BYTES, most_bytes)
         # Each thread that reads takes as much memory as a batch may.
         threads = _AHEAD + 1 if most_bytes is None else READS_AT_ONCE
-        # What lies between the portions of this rank is another one's to read.
+        # What lies between this rank's portions is read by other ranks.
         self._gap_bytes = ALIGNMENT if len(split.own) > 1 else GAP_BYTES
         self._straight: list[Part] = []
         own: Sequence[Portion] = split.own[rank]
@@ -316,7 +316,7 @@ class _Sharing(_Making):
             self._placer.close()
 
     def _begin(self) -> None:
-        """What may fail is made when all ranks would hear of it."""
+        """Make what may fail, not before all ranks would hear of a failure."""
         if self._readings:
             return
         planned, origin = self._planned, self._planned.origin
@@ -339,7 +339,7 @@ class _Sharing(_Making):
             self._running.append((own, self._pool.submit(_read, self._readings[0], own)))
 
     def _is_there(self, future: Future[_T], until: float) -> bool:
-        """Wait for what a thread comes to, but not for long. Raises DeadlineExceeded."""
+        """Wait for the result of a thread, but not for long. Raises DeadlineExceeded."""
         left_s = self._planned.asked.deadline.left("loading")
         try:
             future.exception(max(0.0, min(left_s, until - time.monotonic())))

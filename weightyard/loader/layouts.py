@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 class Layout:
     """As a DTensor has it: a mesh of ranks and, for each of its dimensions, `Shard` or `Replicate`.
 
-    A DTensor itself does as well wherever one of these is asked for.
+    Wherever one is asked for, a DTensor itself will do as well.
     """
 
     device_mesh: DeviceMesh
@@ -39,8 +39,8 @@ def local_index(layout: Any, shape: Sequence[int]) -> Index:
     for placement, ranks, rank in zip(
         layout.placements, layout.device_mesh.shape, coordinate, strict=True
     ):
-        # FSDP2 over tensor parallelism cuts first what comes last: a strided shard is of each of
-        # the pieces that later dimensions of the mesh cut. It is no `is_shard()`.
+        # With FSDP2 over tensor parallelism, later dimensions of the mesh cut first: a strided
+        # shard is a part of each of the pieces they made. `is_shard()` is False for it.
         pieces = getattr(placement, "split_factor", 1)
         if hasattr(placement, "split_factor") or placement.is_shard():
             cut = [_chunk(one, ranks, rank) for one in _chunks(rows[placement.dim], pieces)]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class _Head(msgspec.Struct):
-    """A header of which only this is looked at."""
+    """All that is looked at of a safetensors header."""
 
     metadata: dict[str, str] = msgspec.field(name="__metadata__", default_factory=dict)
 

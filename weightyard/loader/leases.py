@@ -1,4 +1,4 @@
-"""Read leases: versions' bytes stay in the store while this process is at them."""
+"""Read leases: the bytes of versions stay in the store while this process reads them."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from weightyard.transfer.catalogue import Catalogue
 _log = Log(__name__)
 
 LEASE_S = 600.0
-"""How long bytes stay after the death of who held them."""
+"""How long bytes stay after the process that held a lease died."""
 
 _RENEW_S = 60.0
 
 _TAKING = 0.5
-"""The part of its time in which a lease has to be had: reading needs some, too."""
+"""The part of a load's time that taking a lease may use: reading needs some, too."""
 
 _ENDING_S = 2.0
-"""How long a renewal under way is waited for: who closes is not to hang where nobody answers."""
+"""How long releasing waits for a renewal under way: it must not hang where nobody answers."""
 
 
 @contextmanager
 def held(catalogue: Catalogue, ref: str, deadline: Deadline = NEVER) -> Iterator[None]:
     """Hold a read lease on a version, taken in half of the time there is. Raises NoSuchThing.
 
-    While a lease cannot be had the work goes on without: gc then has no reason to wait, and a
-    read of what it took is an error, never a wrong byte.
+    While no lease can be had the work goes on without: gc may then remove what is being read, and
+    reading that is an error, never a wrong byte.
     """
     lease = _Lease(catalogue, ref)
     try:
@@ -72,7 +72,7 @@ class Holding:
         lease = _Lease(self._catalogue, ref)
         try:
             lease.take()
-        except YardError as why:  # such as one that was removed: what is read of it will tell
+        except YardError as why:  # such as a version that was removed: reading it will tell
             _log.warning("lease.not_taken", version=ref, reason=why)
         lease.keep()
         return lease
@@ -81,8 +81,8 @@ class Holding:
 class _Lease:
     """A read lease on a version. Call order: take → keep → release.
 
-    Kept in the background: renewed, and taken again where there is none, for gc removes those that
-    an outage kept from being renewed.
+    It is renewed in the background, and taken again where there is none: gc removes leases that
+    could not be renewed in time, as in an outage.
     """
 
     def __init__(self, catalogue: Catalogue, ref: str) -> None:
@@ -118,7 +118,7 @@ class _Lease:
             except YardError as why:
                 _log.warning("lease.not_renewed", version=self._ref, reason=why)
             except Exception:
-                # Who released it did not wait for long, and may have closed the catalogue.
+                # `release` does not wait for long: the catalogue may be closed by now.
                 if not self._is_over.is_set():
                     raise
 

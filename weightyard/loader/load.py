@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_PLANNED = 20_000
-"""Tensors and runs of which plans are kept: some MB."""
+"""How many tensors and runs all plans that are kept may have: some MB."""
 
 _plans: Recent[Hashable, tuple[TensorPlan, ...]] = Recent(_MOST_PLANNED)
-"""By the digest of what they are of, and what was asked for."""
+"""By the digest of the version, and what was asked for."""
 
 
 class Weights(dict[str, "torch.Tensor"]):
@@ -52,7 +52,7 @@ def stream(
     if not isinstance(ahead_bytes, int):
         raise BadSetting(f"ahead_bytes={ahead_bytes!r}: a whole number of bytes")
     to = Destination(device_of(device), ahead_bytes=ahead_bytes)
-    _ = asked.torch_dtype  # which may be none: said now, and not when the first tensor is asked for
+    _ = asked.torch_dtype  # a wrong one raises here, not when the first tensor is asked for
     plans = plan(origin, asked)
     origin.open_files(one.file for one in plans)
     return _stream(origin, asked, to, plans)

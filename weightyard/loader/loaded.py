@@ -1,7 +1,7 @@
 """Loaded: blocks of a version that lie in the host's memory, in tensors that were loaded.
 
-Those are their owner's, who may change them, drop them or move them at any time. So they are known
-weakly, and nothing taken from them counts before it has the name its block has.
+The tensors belong to the caller, who may change, drop or move them at any time. So only weak
+references are kept, and bytes taken from them count only once they have the name of their block.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class Loaded:
 
     @property
     def rest_bytes(self) -> int:
-        """Of blocks of the version of which nothing lies in the host's memory by now."""
+        """Of blocks of the version of which nothing lies in the host's memory any more."""
         return sum(block.raw_bytes for block in self.manifest.blocks if not self._is_here(block.id))
 
     def note(self, plan: TensorPlan, tensor: torch.Tensor) -> None:
-        """Know where a tensor is from now on, as long as it lives."""
+        """Remember where a tensor is, as long as it lives."""
         memory = _memory_of(plan, tensor)
         begin = int(tensor.storage_offset()) * tensor.element_size()
         for fetch in plan.fetches:
@@ -77,7 +77,7 @@ class Loaded:
                 at += extent.length
 
     def parts(self, block: BlockId) -> Sequence[_Part]:
-        """What is known of a block, by where it begins."""
+        """The known parts of a block, ordered by where they begin."""
         return sorted(self._parts.get(block, ()), key=lambda part: part.offset)
 
     def _is_here(self, block: BlockId) -> bool:
@@ -85,10 +85,10 @@ class Loaded:
 
 
 class LoadedReader(Closing):
-    """Reads blocks out of what was loaded; what is not there, or is changed, from the store.
+    """Reads blocks out of what was loaded; what is not there, or was changed, from the store.
 
-    Every block is proved by its name, whole. For one thread. Takes little memory besides what
-    reading the store takes.
+    Every block is hashed as a whole and compared with its name. For one thread. Takes little memory
+    besides what reading the store takes.
     """
 
     def __init__(self, loaded: Loaded, read_store: ReadStore) -> None:
@@ -97,7 +97,7 @@ class LoadedReader(Closing):
         self._sizes = {block.id: block.raw_bytes for block in loaded.manifest.blocks}
         self._copies = os.memfd_create("weightyard-copies", os.MFD_CLOEXEC)
         self.taken_bytes = 0
-        """What was there."""
+        """What was taken from memory."""
         self.read_bytes = 0
         """What was read from the store."""
 
@@ -133,7 +133,7 @@ class LoadedReader(Closing):
         length = self._sizes[block]
         whole = next((want.into for want in wants if want.into.nbytes == length), None)
         raw = np.empty(length, np.uint8).data if whole is None else whole
-        # Named after the copy is made: what is copied may change any time, the copy does not.
+        # The copy is hashed, not what it is made of: that may change at any time.
         if not self._put_together(block, raw) or block_id(raw) != block:
             return False
         for want in wants:
@@ -154,7 +154,7 @@ class LoadedReader(Closing):
         return done == raw.nbytes
 
     def _copy(self, memory: torch.UntypedStorage, at: int, into: memoryview) -> bool:
-        """Copy what a storage has now; False if it has it no more."""
+        """Copy what a storage holds now; False if it holds that no more."""
         import torch
 
         source = bytes_of(torch.empty(0, dtype=torch.uint8).set_(memory))
@@ -162,8 +162,8 @@ class LoadedReader(Closing):
             return False
         for begin in range(0, into.nbytes, _COPIED_BYTES):
             piece = into[begin : begin + _COPIED_BYTES]
-            # A storage lives, but its memory may be given up meanwhile: `share_memory_` puts
-            # another in its place. For the kernel that is an error, for this process its end.
+            # The storage lives, but its memory may be freed meanwhile: `share_memory_` replaces it.
+            # Reading it would then kill this process; to the kernel's write it is an error.
             try:
                 copied = os.pwrite(self._copies, source[at + begin :][: piece.nbytes], 0)
                 if copied != piece.nbytes or os.preadv(self._copies, [piece], 0) != copied:
@@ -174,7 +174,7 @@ class LoadedReader(Closing):
 
 
 def _in_turns(blocks: Iterable[tuple[int, list[Wanted]]]) -> Iterator[list[Wanted]]:
-    """What is wanted of blocks, together as long as proving them takes little memory."""
+    """What is wanted of blocks, in groups that take little memory to prove."""
     together: list[Wanted] = []
     scratch_bytes = 0
     for length, wants in blocks:
@@ -191,7 +191,7 @@ def _in_turns(blocks: Iterable[tuple[int, list[Wanted]]]) -> Iterator[list[Wante
 def _memory_of(plan: TensorPlan, tensor: torch.Tensor) -> weakref.ref[torch.UntypedStorage] | None:
     """The memory in which a tensor's bytes lie as they are stored; None if they do not.
 
-    One that can be resized was not filled by the loader, and its owner may count on that.
+    Memory that can be resized is left out: its owner may do so at any time.
     """
     if (
         tensor.device.type != "cpu"

@@ -1,4 +1,4 @@
-"""Locks between the processes of a node. A process that dies gives up its own."""
+"""Locks between the processes of a node. When a process dies, its locks are free."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Lock(Closing):
     def take(cls, file: Path, *, shared: bool, make: bool = True) -> Self | None:
         """Take the lock if nobody stands in the way; else None, at once.
 
-        The file may be removed by who has it alone; a lock on a file that is gone is none.
+        Who holds it alone may remove the file: a lock on a file that was removed does not count.
         """
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if make else 0)
         with translated(file):
@@ -68,7 +68,7 @@ class Lock(Closing):
             return False
 
     def touch(self) -> None:
-        """Note that there is life."""
+        """Show those who wait a sign of life."""
         os.utime(self._handle)
 
     def write(self, note: str) -> None:

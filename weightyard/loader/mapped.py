@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 class SnapshotOrigin(Origin):
-    """A version of which this node has the files. They are in use as long as this is."""
+    """A version whose files this node has. They are in use, and so kept, as long as this lives."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class SnapshotOrigin(Origin):
         *,
         is_told: bool = False,
     ) -> None:
-        """`is_told`: its bytes were told as progress already, when they came to this node."""
+        """`is_told`: its bytes counted as progress already, when they came to this node."""
         super().__init__(version, manifest, tally)
         self._is_told = is_told
         self._snapshot = self.in_use = snapshot  # one that is in use is not evicted
         self._mapped: dict[str | None, MappedFile] = {}
 
     def open_files(self, files: Iterable[int | None]) -> None:
-        """Map them: one that is removed or set aside while it is in use loses only its names."""
+        """Map them: a snapshot removed or set aside meanwhile loses only its files' names."""
         for number in dict.fromkeys(files):
             path = self._path(number)
             if path not in self._mapped:
@@ -158,7 +158,7 @@ class SnapshotOrigin(Origin):
     def _wanted(self, plan: TensorPlan, *, is_copied: bool = False) -> torch.Tensor:
         """What is wanted of a tensor: mapped if that is all of it, else a copy of its own.
 
-        `is_copied`: the caller makes one, so that a view of what is mapped will do.
+        `is_copied`: the caller makes a copy, so that a view of what is mapped will do.
         """
         file = self._mapped[self._path(plan.file)]
         if plan.is_whole:
@@ -207,7 +207,7 @@ def picked(tensor: torch.Tensor, region: Region, *, is_copied: bool = False) -> 
 
 
 def _flipped(tensor: torch.Tensor, dims: list[int]) -> torch.Tensor:
-    """A copy. torch flips words of these widths, but not elements of every type that has them."""
+    """A flipped copy. torch flips integers of these widths, but not every type that has them."""
     import torch
 
     word = {1: torch.int8, 2: torch.int16, 4: torch.int32}.get(tensor.itemsize, tensor.dtype)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_LYING = 20_000
-"""Tensors of which is known where they lie: a few MB."""
+"""How many tensors' places in their files are remembered: a few MB."""
 
 
 _lying: Recent[Stamp, Mapping[str, HeaderTensor]] = Recent(_MOST_LYING)
@@ -33,7 +33,7 @@ _lying: Recent[Stamp, Mapping[str, HeaderTensor]] = Recent(_MOST_LYING)
 class MappedFile:
     """A safetensors file whose tensors follow each other without holes, as those of versions do.
 
-    Pages are private: what is changed is copied first, by the kernel. Tensors outlive this.
+    Pages are private: the kernel copies a page before it is changed. Tensors outlive this object.
     """
 
     def __init__(self, file: Path) -> None:
@@ -63,7 +63,7 @@ class MappedFile:
     def tensor(
         self, name: str, dtype: DType, shape: tuple[int, ...] | None = None
     ) -> torch.Tensor | None:
-        """A tensor, with memory of its own; None if there is no such one. Raises Unsupported.
+        """A tensor on the mapped pages; None if there is no such one. Raises Unsupported.
 
         `shape`: what it must have.
         """

@@ -14,7 +14,7 @@ AT_ONCE_BYTES = 4 * MIB
 """What one operation works on: it bounds what is allocated on the device meanwhile."""
 
 _MANTISSA_BITS = {Codec.PLANES_BF16: 7, Codec.PLANES_FP32: 7, Codec.PLANES_FP64: 4}
-"""Of codecs that rotate an element's top 16 bits: mantissa bits among them (docs/format.md §3)."""
+"""For codecs that rotate an element's top 16 bits: how many are mantissa (docs/format.md §3)."""
 
 
 def put(
@@ -34,7 +34,7 @@ def put(
 
 
 def _merge(codec: Codec, source: torch.Tensor, into: torch.Tensor, *, adds: bool) -> None:
-    """Byte by byte of an element, that of all elements of all chunks at once."""
+    """One byte of an element after the other, for all elements of all chunks at once."""
     whole = source.numel() // CHUNK_BYTES * CHUNK_BYTES
     for begin, end, chunks in ((0, whole, whole // CHUNK_BYTES), (whole, source.numel(), 1)):
         if begin == end:

@@ -34,7 +34,7 @@ class Slot:
         return self.tensor.detach() if shard is None else shard().detach()
 
     def take(self, loaded: torch.Tensor) -> None:
-        """Have the values of another tensor: a copy of them, or, for one on meta, the tensor."""
+        """Take over a loaded tensor: copy its values or, if this is on meta, put it in place."""
         import torch
 
         if not self.tensor.is_meta:
@@ -97,8 +97,8 @@ def fit(
 ) -> dict[str, Slot]:
     """The slot each tensor goes to, by the tensor's name. One name of a tie is enough.
 
-    With `strict`, missing and unexpected keys are an error; `expected` are the keys that may be
-    missed, if not all of the module's. Raises DoesNotFit, also for another shape or kind: into
+    With `strict`, missing and unexpected keys are an error; `expected`: the keys that must
+    be there; None: all of the module's. Raises DoesNotFit, also for another shape or kind: into
     memory that is there floats are cast to floats, and nothing else is cast.
     """
     by_name = {entry.name: entry for entry in entries}
@@ -132,7 +132,7 @@ def shards(chosen: Mapping[str, Slot], entries: Iterable[TensorEntry]) -> dict[s
 
 
 def _misfits(slot: Slot, there: Sequence[TensorEntry]) -> Iterator[str]:
-    """Why a tensor does not fit its slot; `there`: it, and those of the other names of a tie."""
+    """Why a tensor does not fit its slot; `there`: it, and what the tie's other names have."""
     entry, tensor = there[0], slot.tensor
     for other in there[1:]:
         if other.boxes != entry.boxes:

@@ -25,7 +25,7 @@ class OfflineCatalogue:
         self._why = why
 
     def require_asked(self) -> None:
-        """Raises why the yard could not be had, if it was tried: for who wants no old answer."""
+        """Raise what opening the yard failed with, if it did: for who wants no old answer."""
         if self._why is not None:
             raise self._why.with_traceback(None)
 
@@ -45,7 +45,7 @@ class OfflineCatalogue:
     def take_lease(
         self, ref: Ref, holder: str, seconds: float, *, within_s: float = math.inf
     ) -> ReadLease:
-        """Who wants to read the store says so first. Raises NotOnNode."""
+        """Always refused: reading the store begins with a lease. Raises NotOnNode."""
         raise NotOnNode(
             f"{ref} has no snapshot on this node, and the work is offline: make one with "
             f"`weightyard path {ref}` while the yard can be reached; `weightyard cache ls` lists "

@@ -29,7 +29,8 @@ class Destination:
     targets: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Tensors to fill, by name; the others are made."""
     ahead_bytes: int | None = None
-    """What may be read before it is asked for; None: as much as is there."""
+    """How much may be read ahead of a caller that takes tensors in order; None: it takes all, in
+    any order."""
 
 
 class Origin(ABC):
@@ -58,14 +59,14 @@ class Origin(ABC):
 
     @abstractmethod
     def open_files(self, files: Iterable[int | None]) -> None:
-        """Have files at hand from now on, by number; None: that of a state dict. Raises Damaged.
+        """Open files, by number; None: that of a state dict. Raises Damaged.
 
-        What is read of them later is there even if they lose their names meanwhile.
+        They can be read from then on, even if they are removed meanwhile.
         """
 
     @abstractmethod
     def foresee(self, entries: Iterable[TensorEntry], asked: Asked) -> None:
-        """Ask at once for what reading any of these tensors needs to know."""
+        """Look up in one go all that reading any of these tensors needs to know."""
 
     @abstractmethod
     def held(self, deadline: Deadline = NEVER) -> AbstractContextManager[object]:
@@ -73,7 +74,7 @@ class Origin(ABC):
 
     @abstractmethod
     def recheck(self) -> None:
-        """Have bytes that this node keeps verified in the background, if that is due."""
+        """Verify in the background the bytes that this node keeps, if that is due."""
 
     @abstractmethod
     def report(self, device: object, **more: Any) -> LoadReport:

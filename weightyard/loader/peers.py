@@ -29,10 +29,10 @@ MEET_S = 600.0
 be busy with something else."""
 
 WAIT_S = 120.0
-"""And from then on. What they do meanwhile, a few reads, has shorter deadlines."""
+"""How long from then on. What they do meanwhile, a few reads, has shorter deadlines."""
 
 GRACE_S = 2.0
-"""How much longer than a deadline, so that the rank it ends first can say so."""
+"""How much longer than the deadline, so that a rank whose time is up can say so."""
 
 SLICE_S = 1.0
 """How long a rank goes on by itself before it tells the others that it is there: shorter than they
@@ -41,16 +41,16 @@ wait for it when they find that another one is gone."""
 DONE = b"done"
 
 ROLL_CALL_S = 3.0
-"""How long after one another those who are left answer, when one is gone."""
+"""When a rank is gone: how long after one answer the next of those left may come."""
 
 ALONE_S = 10.0
-"""How long it may take the first of several to answer."""
+"""How long the first answer of several may take."""
 
 MAX_SAID_BYTES = 256 * MIB
 """No rank has more to say: what it wants of a version is a few bytes for each chunk at most."""
 
 _HEADER = struct.Struct("<qq496s")
-"""How many bytes follow; how many of the text count, which says what failed."""
+"""How many bytes follow; the length of the text, and the text, which says what failed."""
 
 _POLL_S = 0.05
 _calls: dict[str, itertools.count[int]] = {}
@@ -98,7 +98,7 @@ def tell_until_done(ranks: Ranks, go_on: Callable[[], bytes], doing: str) -> Non
 class Peers:
     """The ranks of a group, in one load.
 
-    Numbers of ranks are those inside the group; errors name them as the world does.
+    Ranks go by their numbers in the group; errors name them by their numbers in the world.
     """
 
     def __init__(self, group: Any, deadline: Deadline = NEVER, meet_s: float | None = None) -> None:
@@ -114,7 +114,7 @@ class Peers:
         self._group = group
         self.rank, self.size = group.rank(), group.size()
         kinds = [one.partition(":")[0] for one in dist.get_backend_config(group).split(",")]
-        # Where there is a way from host memory to host memory, bytes do not pass a device.
+        # Bytes pass a device only if the group has no backend for host memory.
         self._device = torch.device("cpu")
         if "cpu" not in kinds:
             accelerator = torch.accelerator.current_accelerator()
@@ -124,14 +124,14 @@ class Peers:
         self.deadline = deadline
         """Until when the others are waited for, at most."""
         self._wait_s = MEET_S if meet_s is None else meet_s
-        # Loads by a group are made by all of its ranks, so they count alike.
+        # All ranks of a group make the same loads, so they number them alike.
         self._call = next(_calls.setdefault(group.group_name, itertools.count()))
 
     def tell(self, step: Callable[[], bytes], doing: str) -> list[bytes]:
         """Do something, and hear what every rank has to say of it, in the order of ranks.
 
-        Raises what the step raises, and RankFailed if it failed elsewhere: on all ranks, and all
-        can go on to use the group.
+        If it fails on one rank, that raises what the step raised and all others RankFailed; all can
+        go on to use the group.
         """
         said, failure = b"", None
         try:
@@ -196,7 +196,7 @@ class Peers:
                 host.copy_(there)
 
     def _begun(self, operations: list[dist.P2POp]) -> Iterator[tuple[int | None, Any]]:
-        """Begin operations; their works, and with whom. Raises RuntimeError when all are begun.
+        """Begin operations; gives for each its peer and its work. Raises RuntimeError at the end.
 
         One that fails at once, with a rank that is gone, must not keep the others from being begun:
         the ranks that are left would wait for this one, and not notice who is gone.
@@ -271,7 +271,7 @@ class Peers:
                     until = time.monotonic() + ROLL_CALL_S
                 time.sleep(_POLL_S)
         except RuntimeError as why:
-            # Who keeps the store may have left before us, or be the one that is gone.
+            # The rank that keeps the store may have left before us, or be the one that is gone.
             _log.warning("group.no_store", reason=str(why)[:200])
             if len(here) == 1:
                 return []

@@ -35,7 +35,7 @@ class Placer(ABC):
     """
 
     batch_bytes: int = BATCH_BYTES
-    """What is on its way in one batch: at most so many bytes, each part aligned."""
+    """How many bytes a batch may have, each part aligned."""
 
     @abstractmethod
     def begin(self, number: int) -> None:
@@ -57,7 +57,7 @@ class Placer(ABC):
 class HostPlacer(Placer):
     """Tensors on the host: bytes are received where they stay.
 
-    Those that are not as they are stored get theirs from memory that is used again and again.
+    Tensors that are converted get theirs by way of buffers that are used again and again.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class HostPlacer(Placer):
         self._targets = targets or {}
         self._tensors: dict[int, torch.Tensor] = {}
         self._memory: dict[int, memoryview] = {}
-        """Of those that are as they are stored."""
+        """Of those that are not converted."""
         self._buffers = Buffers()
 
     def begin(self, number: int) -> None:
@@ -106,7 +106,7 @@ class HostPlacer(Placer):
         self._memory.clear()
 
     def _where(self, part: Part, rooms: list[tuple[Part, memoryview]]) -> Filled:
-        """Where a part goes: what has to be converted, into some room."""
+        """Where a part goes: into its tensor or, if it has to be converted, into a buffer."""
         fetch, dtype = part.fetch, self._plans[part.tensor].dtype
         memory = self._memory.get(part.tensor)
         if memory is not None:

@@ -1,8 +1,8 @@
 """Planning a load: which bytes of which blocks are needed for a tensor or a slice of it. Pure.
 
 A tensor lies in boxes, a box in row-major order in blocks. What is wanted of a box is fetched as
-runs of neighbouring bytes. A run that is what the tensor has there goes straight into its memory;
-out of others elements are picked.
+runs of neighbouring bytes. A run that the tensor has just so goes straight into its memory; out of
+other runs elements are picked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PICK_BYTES = 16 * MIB
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """Elements to copy out of a run: an array in its memory, and one in the tensor's."""
+    """Elements to copy out of a run: as an array in its memory, and as one in the tensor's."""
 
     shape: tuple[int, ...]
     source: int
@@ -43,7 +43,7 @@ class Fetch:
     extents: tuple[Extent, ...]
     length: int
     goes: int | Pick
-    """Where they begin in the tensor's memory, or how to get there."""
+    """Where they begin in the tensor's memory, or which of them to pick."""
 
     def part(self, start: int, length: int) -> Fetch:
         """Some of a run that goes straight into the tensor."""
@@ -53,7 +53,7 @@ class Fetch:
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """A tensor to make. Plans are kept from load to load, and so is what is worked out of one."""
+    """A tensor to make. Plans, and what was computed from them, are kept from load to load."""
 
     names: tuple[str, ...]
     """Its own, then those of tensors tied to it."""
@@ -72,7 +72,7 @@ class TensorPlan:
 
     @cached_property
     def bytes(self) -> int:
-        """Of its memory."""
+        """The length of its memory."""
         return nbytes(self.dtype, self.shape)
 
     @cached_property
@@ -91,8 +91,8 @@ def plan_tensors(
 ) -> tuple[TensorPlan, ...]:
     """What to fetch for tensors, in the order given; `slices` are by tensor name.
 
-    Tensors that are tied, and of which the same is wanted, are one. Raises Refused for a slice that
-    does not fit its tensor, Unsupported for one of elements under a byte.
+    Tied tensors of which the same is wanted get one plan. Raises Refused for a slice that does not
+    fit its tensor, Unsupported for one of elements under a byte.
     """
     plans: dict[tuple[str, Region], tuple[TensorEntry, list[str]]] = {}
     for entry in entries:
@@ -218,9 +218,9 @@ def _runs(
 
 
 def _split_depth(dims: Sequence[_Dim], width: int) -> int:
-    """How many dimensions to walk one by one: while a chunk or more lies between what is wanted.
+    """How many dimensions to walk index by index: those with gaps of a chunk or more between them.
 
-    A chunk is the least that can be read, so nearer than that nothing is saved.
+    A chunk is the least that can be read, so skipping a smaller gap saves nothing.
     """
     depths = range(len(dims), 0, -1)
     return next(

@@ -84,6 +84,6 @@ def read_small(file: Path, limit_bytes: int) -> bytes | None:
         seen = os.fstat(handle)
         if not stat.S_ISREG(seen.st_mode) or seen.st_uid != os.geteuid():
             return None
-        # Not up to the limit at once: for as much as is asked for, memory is made.
+        # Not up to the limit at once: `read` makes memory for as much as it is asked for.
         content = opened.read(min(seen.st_size, limit_bytes) + 1)
     return content if len(content) <= limit_bytes else None

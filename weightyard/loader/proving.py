@@ -1,4 +1,4 @@
-"""Proving what was read by the names of its blocks, which a checksum of chunks does not."""
+"""Proving: what is read is hashed and compared with the names of its blocks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from weightyard.transfer.together import run_together
 
 
 def read_proved(read: Read, sizes: Mapping[BlockId, int], wanted: Sequence[Wanted]) -> ReadReport:
-    """As the read given, and every block's bytes are hashed and compared with its name.
+    """Read, then hash the bytes of every block and compare them with its name.
 
     A name is the hash of a whole block, so blocks of which only some is wanted are read whole.
     Raises BlockCorrupt, and what the read raises.

@@ -1,4 +1,4 @@
-"""Recent: what was worked out last, to be had again; bounded by what it weighs."""
+"""Recent: keeps the values used last, up to a total weight."""
 
 from __future__ import annotations
 

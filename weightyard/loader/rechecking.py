@@ -1,4 +1,4 @@
-"""Rechecking: bytes that this node uses without a check are verified behind that, once a day."""
+"""Rechecking: bytes that this node uses unchecked are verified in the background, once a day."""
 
 from __future__ import annotations
 

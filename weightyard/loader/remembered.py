@@ -27,7 +27,7 @@ _log = Log(__name__)
 MAX_RESOLUTIONS = 1000
 MAX_MANIFESTS = 1000
 MAX_MANIFEST_BYTES = 512 << 20
-"""Of all that are kept beyond those of snapshots."""
+"""Of all manifests together, without those of snapshots."""
 
 _MAX_RESOLUTION_BYTES = 4 << 20
 _FRESH_S = 60.0
@@ -35,7 +35,7 @@ _FRESH_S = 60.0
 
 
 _MOST_IN_MEMORY = 100_000
-"""Parts of the manifests that are kept as objects: some MB."""
+"""How many parts all manifests that are kept as objects may have: some MB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Remembered:
         return self._cache / "resolutions"
 
     def note(self, ref: Ref, version: Version) -> None:
-        """Remember what a ref meant just now, and what the aliases of that version do."""
+        """Remember what a ref means now, and that the version's aliases mean the same."""
         aliases = (f"{version.model}@{alias}" for alias in version.aliases)
         try:
             for one in {str(ref), version.ref, *aliases}:
@@ -84,7 +84,7 @@ class Remembered:
     def recall(self, ref: Ref) -> RememberedVersion | None:
         """What a ref meant when this node last asked; None if it never did.
 
-        A digest says itself what it means, if its manifest is here.
+        For a digest it is enough that its manifest is here.
         """
         text = read_small(self._file(str(ref)), _MAX_RESOLUTION_BYTES)
         with suppress(ValidationError):

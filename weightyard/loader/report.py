@@ -45,12 +45,12 @@ class LoadReport:
     """Bytes that came from the store, encoded as they lie there."""
     requests: int
     seconds: float
-    """All of it, from the ref to the last tensor; of a stream, what its caller did between tensors
-    (the stage `use`) too."""
+    """All of it, from the ref to the last tensor; for a stream, with what its caller did between
+    tensors (the stage `use`)."""
     stages: Mapping[str, float] = field(default_factory=dict)
-    """Seconds by stage, and of those in OF_READ the sum over threads. Stages overlap."""
+    """Seconds by stage; for those in OF_READ, the sum over threads. Stages overlap."""
     stage_bytes: Mapping[str, int] = field(default_factory=dict)
-    """Bytes by stage: of `fetch` as they are stored, of all others raw, as they are before a cast.
+    """Bytes by stage: for `fetch` as they are stored, for all others raw, as before a cast.
     Stages that move none are left out."""
     read_paths: Mapping[str, int] = field(default_factory=dict)
     """Stored bytes by the way they came; through the service they come decoded."""
@@ -65,7 +65,7 @@ class LoadReport:
     failed_over: int = 0
     """Replicas that failed or had wrong bytes, each request counted."""
     failed: tuple[str, ...] = ()
-    """What went wrong on the way and was got from elsewhere; the first of them."""
+    """What went wrong on the way and was then got from elsewhere: the first few."""
     ranks: int = 1
     """How many loaded together."""
     received_bytes: int = 0
@@ -77,9 +77,9 @@ class LoadReport:
     from_snapshot: bool = False
     """Whether the tensors were mapped from this node's snapshot, also one made for this load."""
     cached_bytes: int = 0
-    """Of the tensors, those that this node had in a snapshot before."""
+    """Bytes of tensors that this node had in a snapshot before this load."""
     resolved_s_ago: float | None = None
-    """Offline: how old the answer is by which the ref was resolved."""
+    """Offline: how old the remembered answer is that resolved the ref."""
 
     @property
     def bytes_per_s(self) -> float:

@@ -35,11 +35,11 @@ class ResidentBlock:
 class Resident:
     """What is served: tensors of this process, or none, where a server keeps them to itself.
 
-    What they hold is told by who asks.
+    What they hold is not known here: callers say it (`now`).
     """
 
     def __init__(self, served: torch.nn.Module | Mapping[str, torch.Tensor] | None) -> None:
-        """`served`: a module, or tensors by name. Raises Refused for else, and for no memory."""
+        """`served`: a module, or tensors by name. Raises Refused for else, and for meta."""
         self._served = served
         self._slots = None if served is None else _slots(served)
         self._by_name = {name: slot for slot in self._slots or () for name in slot.names}
@@ -58,9 +58,9 @@ class Resident:
     def require(
         self, entries: Sequence[TensorEntry], asked: Asked, plans: Iterable[TensorPlan]
     ) -> dict[str, Slot]:
-        """Where a version's tensors go, that was planned before it was known what is served.
+        """Where a version's tensors go, if it was planned before it was known what is served.
 
-        Raises DoesNotFit, also for a shard where all of a tensor was planned.
+        Raises DoesNotFit, also if a shard is served of a tensor that was planned whole.
         """
         chosen = self._fitting(entries, asked)
         for plan in plans:
@@ -77,13 +77,13 @@ class Resident:
     def plan(
         self, entries: Sequence[TensorEntry], asked: Asked, now: Holds
     ) -> tuple[TensorPlan, ...]:
-        """What to make of a version's tensors. Raises DoesNotFit if it is built otherwise."""
+        """Plan a version's tensors for what is served. Raises DoesNotFit if they differ."""
         if self._slots is None:
             plans = plan_tensors(entries)
             _require_same_structure(plans, now)
             return plans
         chosen = self._fitting(entries, asked)
-        # Whether two of them are tied, what is served says.
+        # Which of them are tied is for what is served to say.
         entries = [
             msgspec.structs.replace(entry, tied=None) for entry in entries if entry.name in chosen
         ]
@@ -110,17 +110,17 @@ class Resident:
         return self._by_name[name]
 
     def slots(self, names: Iterable[str]) -> list[Slot]:
-        """Those that have these names, each once."""
+        """The slots that have these names, each once."""
         return list({id(slot): slot for slot in map(self.slot, names)}.values())
 
     def tied(self, names: Sequence[str]) -> Sequence[str]:
-        """All names of what has these, more where the module ties them to others."""
+        """These names, and the others to which the module ties them."""
         if self._slots is None:
             return names
         return [name for slot in self.slots(names) for name in slot.names]
 
     def lying(self, now: Holds) -> dict[BlockId, ResidentBlock]:
-        """Where blocks lie in the memory of tensors, those that begin there."""
+        """Where blocks lie in the memory of tensors; only those whose start is there."""
         found: dict[BlockId, ResidentBlock] = {}
         for name, content in now.items():
             slot = self._by_name.get(name)

@@ -43,7 +43,7 @@ class Copies(Protocol):
         """Begin no later copy before what the caller's thread has queued on the device is done."""
 
     def copy(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Queue a copy. The source stays as it is until a mark set after this was passed."""
+        """Queue a copy. The caller keeps the source until a mark set after this was passed."""
 
     def run(self, work: Callable[[], object]) -> None:
         """Queue work on the device's own memory, behind the copies queued so far."""
@@ -94,7 +94,7 @@ class RingPlacer(Placer):
             self._free.put(_Slab(copies.slab(self.batch_bytes)))
         self._scratch: torch.Tensor | None = None
         """On the device, for bytes that are converted there; used again and again, in order."""
-        # Several threads queue work on the scratch memory: what belongs together stays so.
+        # Several threads queue work on the scratch memory: a copy into it and its use go together.
         self._queueing = threading.Lock()
 
     def begin(self, number: int) -> None:
@@ -166,7 +166,7 @@ class RingPlacer(Placer):
         return tensor
 
     def close(self) -> None:
-        # Memory given back earlier could be written to by a copy that is still queued.
+        # First of all: a copy that is still queued could write to memory that was given back.
         self._copies.finish()
         self._tensors.clear()
         self._picked.clear()

@@ -34,7 +34,7 @@ def load_shared(
     asked: Asked,
     device: Any,
 ) -> Weights:
-    """What each rank asks for; of the store's bytes all ranks together read one copy.
+    """Load what each rank asks for; all ranks together read one copy of the store's bytes.
 
     The first rank says which version a ref means. Raises RankFailed if another rank fails.
     """
@@ -62,9 +62,9 @@ def load_shared(
 
 
 def asked_together(ranks: Peers, ask: Callable[[], Asked]) -> Asked:
-    """What this rank asks for, when all ranks know what they ask for.
+    """What this rank asks for, once all ranks know that their own arguments are right.
 
-    One whose arguments are wrong would raise before it meets the others, and be waited for.
+    A rank whose arguments are wrong would otherwise raise alone, and the others wait for it.
     """
     found: list[Asked] = []
 
@@ -92,10 +92,10 @@ def _resolved(ranks: Ranks, resolve: Callable[[], Version]) -> Version:
 
 
 def _found(ranks: Ranks, find: Callable[[Asked], Origin], asked: Asked) -> Origin:
-    """Where this rank's tensors are to be had, when every rank has found that out.
+    """Where this rank's tensors come from, once every rank has found that out.
 
-    A node that does not reach the store brings the whole version first, which takes longer than a
-    rank is waited for that says nothing. So this one tells the others meanwhile that it is there.
+    A node that does not reach the store brings the whole version first, which takes longer than
+    others wait for a silent rank. So meanwhile this rank tells them that it is there.
     """
     stop = Cancel()
     asked = replace(asked, deadline=replace(asked.deadline, cancel=stop))

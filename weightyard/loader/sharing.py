@@ -62,7 +62,7 @@ class Portion:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """Who reads what. What several want is read in rounds: exchanged before that of the next."""
+    """Who reads what. What several want is read in rounds, each exchanged before the next."""
 
     rounds: tuple[tuple[Portion, ...], ...]
     own: tuple[tuple[Portion, ...], ...]
@@ -97,7 +97,7 @@ def encode_wants(wants: Wants) -> bytes:
 
 
 def decode_wants(data: bytes, blocks: Sequence[BlockEntry], *, whole: bool = False) -> Wants:
-    """What another rank wants, if `whole` widened to whole blocks. Raises Refused."""
+    """What another rank wants; if `whole`, widened to whole blocks. Raises Refused."""
     if len(data) % 24:
         raise Refused("what another rank wants cannot be read: is its weightyard the same?")
     wants: dict[int, list[tuple[int, int]]] = {}
@@ -128,8 +128,8 @@ def split_reads(
 ) -> Split:
     """Every chunk that is wanted is read once, by a rank that wants it.
 
-    By the one that is nearest to a replica of it, within bounds; of equally near ones by the one
-    that has the least to read. `whole`: no block is cut.
+    That is the one nearest to a replica of it, within bounds; among equally near ones the one that
+    has the least to read. `whole`: no block is cut.
     """
     pieces = list(_pieces(wants, blocks))
     total = sum(piece.bytes for piece in pieces)
@@ -213,7 +213,7 @@ def _joined(
 
 
 def _rounds(queues: Sequence[Sequence[Portion]], each: int) -> Iterator[tuple[Portion, ...]]:
-    """From every rank's queue so many bytes, and at least one portion: so all are reading."""
+    """Each takes so many bytes of every rank's queue, at least a portion: so all ranks read."""
     numbered: dict[int, list[Portion]] = {}
     for queue in queues:
         number = used = 0

@@ -26,7 +26,7 @@ class Steps:
     """False: a single index, whose dimension the result does not have."""
 
     def within(self, begin: int, size: int) -> tuple[int, Steps]:
-        """Those in begin … begin + size - 1, counted from there, and how many come before them."""
+        """How many come before begin … begin + size - 1; and those inside, counted from `begin`."""
         last = begin + size - 1
         if self.step > 0:
             first = -((self.start - begin) // self.step)

@@ -56,7 +56,7 @@ class FileRecord(msgspec.Struct, frozen=True):
     path: str
     bytes: int
     content: _Hex
-    """Names what it holds by its blocks: files of the same name can be one on disk."""
+    """Names what it holds, by its blocks: files with equal `content` can be one on disk."""
     blake3: _Hex
     """Of its bytes, taken when they had just been checked."""
 
@@ -98,13 +98,13 @@ class Place:
 
     @classmethod
     def at(cls, folder: Path) -> Place | None:
-        """By the folder itself; None if no snapshot can have it."""
+        """The place of a folder; None if no snapshot has such a name."""
         is_one = folder.parent.name == ROOT_NAME and _NAME.fullmatch(folder.name)
         return cls(folder.parent, folder.name) if is_one else None
 
     @classmethod
     def all(cls, root: Path) -> Iterator[Place]:
-        """Those that may have a snapshot, or had one."""
+        """All places that may have a snapshot, or had one."""
         names = {entry.name for entry in _entries(root)}
         names |= {entry.name.partition(".")[0] for entry in _entries(root / ".state")}
         return (cls(root, name) for name in sorted(names) if _NAME.fullmatch(name))
@@ -166,8 +166,8 @@ class Place:
     def move_away(self, folder: str, lock: Lock) -> Path | None:
         """Take it out of sight, whole; who has it mapped keeps what it has. None: it is gone.
 
-        `lock` is what the caller holds. It goes too, so whoever still uses what was moved does not
-        stand in the way of a new one.
+        `lock`: the one the caller holds. Its file is removed too, so that those who still use what
+        was moved do not stand in the way of a new snapshot.
         """
         away = self.root / folder / f"{self.name}.{secrets.token_hex(8)}"
         with translated(self.folder), Lock.wait(self.root / ".state" / "moving.lock", _MOVING_S):
@@ -200,8 +200,8 @@ class Snapshot(Closing):
     def open(cls, place: Place, lock: Lock, *, is_use: bool = True) -> Snapshot | None:
         """The snapshot at a place whose lock is held; None if it is not there.
 
-        One whose files are not those it was made of is set aside, and said. `is_use`: what was not
-        used for long is evicted first.
+        One whose files are not those it was made of is set aside, with a warning. `is_use`: count
+        this as a use; what was not used for long is evicted first.
         """
         record = place.read_record()
         if record is None or not is_own_folder(place.folder):
@@ -241,7 +241,7 @@ class Snapshot(Closing):
         return map_file(self._file(file), tied=is_state)
 
     def mapped(self, file: str | None = None) -> MappedFile:
-        """The same, of a file that has tensors by its version: only those asked for are made."""
+        """The same, for a file whose tensors the version knows: makes only those asked for."""
         from weightyard.loader.mapping import MappedFile
 
         return MappedFile(self._file(file))
@@ -255,10 +255,10 @@ class Snapshot(Closing):
         return self.path.joinpath(*path.parts)
 
     def require_sound(self, file: str | None) -> None:
-        """Read a file in which something cannot be right, unless it was never so.
+        """Read a file in which something is wrong, to see whether it is still as it was made.
 
-        `file`: as in `tensors`. Raises Damaged if it is not as it was made; the snapshot is then
-        set aside, so that who loads again has another one, or the store.
+        `file`: as in `tensors`. Raises Damaged if it is not; the snapshot is then set aside, so
+        that the next load gets another one, or reads the store.
         """
         path = file or STATE_FILE
         made = next((one.blake3 for one in self._record.files if one.path == path), None)

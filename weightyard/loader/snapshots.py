@@ -125,9 +125,9 @@ class Snapshots:
     ) -> Snapshot:
         """The snapshot at a place, made if there is none: once, however many processes ask.
 
-        Raises what making it raises, DeadlineExceeded if another process seems to be stuck at it or
-        is at it for longer than there is time; who is not patient does not wait for another
-        process: Protected.
+        Raises what making it raises, and DeadlineExceeded if another process that makes it seems to
+        be stuck or takes longer than there is time. A caller that is not patient does not wait for
+        that process: Protected.
         """
         private_folder(private_folder(self.root) / ".state")
         began = time.monotonic()
@@ -197,10 +197,10 @@ class Snapshots:
                 shutil.rmtree(away, ignore_errors=True)
 
     def make_room(self, place: Place, needed_bytes: int, all_bytes: int) -> None:
-        """Remove the least recently used, until so much more fits, and keep the room taken.
+        """Remove the least recently used until so much more fits, and reserve that room.
 
-        For who makes the snapshot at this place, of `all_bytes` with those that are there already.
-        What other processes are making counts as whole. Raises StoreFull.
+        For the caller, who makes the snapshot at this place: it will have `all_bytes`, with those
+        that are there already. What other processes are making counts in full. Raises StoreFull.
         """
         if not needed_bytes:
             return
@@ -242,7 +242,7 @@ class Snapshots:
         return _on_disk(self.root)
 
     def _taken_bytes(self) -> int:
-        """The same, with what those that are being made do not have yet."""
+        """The same, with what snapshots that are being made do not have yet."""
         coming_bytes = 0
         for building in _inside(self.root / ".building"):
             place = Place(self.root, building.name.partition(".")[0])
@@ -259,7 +259,7 @@ class Snapshots:
             return (shutil.disk_usage(self.root).free + used_bytes) // 2
 
     def sweep(self, own: Place | None = None) -> None:
-        """Remove what processes left that were killed; `own`: whose lock the caller has alone."""
+        """Remove what killed processes left; `own`: the place whose lock the caller has alone."""
         for left in _inside(self.root / ".going"):
             shutil.rmtree(left, ignore_errors=True)
         for left in _inside(self.root / ".building"):
@@ -284,7 +284,7 @@ class Snapshots:
         """Remove what is known of a snapshot that is not there."""
         if (alone := Lock.take(place.lock, shared=False)) is not None:
             with alone:
-                if not os.path.lexists(place.folder):  # not made until the lock was had
+                if not os.path.lexists(place.folder):  # nor made just before the lock was had
                     place.move_away(".going", alone)
 
     def _make(self, place: Place, alone: Lock, make: Make) -> None:

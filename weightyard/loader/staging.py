@@ -62,7 +62,7 @@ class Shares:
     proved_bytes: float = math.inf
     """Of blocks that are read whole to prove some of their bytes."""
     service_bytes: float = math.inf
-    """Of blocks that come through the service, which are whole and nothing to decode."""
+    """Of blocks that come through the service: they come whole and decoded."""
 
     @classmethod
     def within(cls, max_host_bytes: int | None) -> Shares:
@@ -83,7 +83,7 @@ class StagedTensor:
 
     change: Change
     parts: tuple[tuple[int, torch.Tensor], ...]
-    """Where they begin in the tensor's memory, and bytes."""
+    """Bytes, each run with where it begins in the tensor's memory."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ class Staged:
     """What it took to bring it."""
 
     def fits(self, now: Holds) -> bool:
-        """Whether it leads to the version from what tensors hold now."""
+        """Whether tensors hold the version once it is applied to what they hold now."""
         comes = {name: one.change for one in self.tensors for name in one.names}
         return all(
             now.get(name) == content
@@ -147,7 +147,7 @@ class Stage:
     """How to bring what changed."""
 
     source: Store | ReadsBlocks
-    """The store, or where it cannot be reached who reads blocks of the version around it."""
+    """The store, or where it cannot be reached, what else reads blocks of the version."""
     catalogue: Placements
     max_host_bytes: int | None = None
     verify: Literal["fast", "full"] = "fast"
@@ -306,15 +306,15 @@ class _Bringing:
         return wanted.into.nbytes == self._sizes[wanted.block]
 
     def _usable_deltas(self, wanted: Sequence[Wanted]) -> dict[BlockId, _Delta]:
-        """Blocks that are cheaper as a delta to one that lies in a resident tensor, unharmed.
+        """Blocks that are cheaper as a delta whose base lies unchanged in a resident tensor.
 
-        Deltas are what the store has; around it blocks come whole.
+        Only the store has deltas; whatever else reads blocks gives them whole.
         """
         lying = self._lying
         if not lying or not isinstance(self._stage.source, Store):
             return {}
         foreseen = Foreseen(self._stage.catalogue, list({one.block for one in wanted}))
-        self._placements = foreseen  # who reads the blocks need not ask once more
+        self._placements = foreseen  # so that reading the blocks need not ask again
         best: dict[BlockId, _Delta] = {}
         for block in {one.block for one in wanted if self._is_whole(one)}:
             placements = foreseen.known.get(block, ())
@@ -385,7 +385,7 @@ def _memory(change: Change) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def _wanted(staged: StagedTensor) -> Iterator[Wanted]:
-    """What its pieces need, so that its memory holds them."""
+    """What to read so that its memory holds its pieces."""
     parts = iter(staged.parts)
     start, end, view = 0, 0, memoryview(b"")
     for piece in staged.change.pieces:

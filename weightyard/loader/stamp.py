@@ -1,4 +1,4 @@
-"""Stamp: by what a file is known again as long as nobody wrote to it."""
+"""Stamp: by which a file is recognised, as long as nobody writes to it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 
 class Stamp(NamedTuple):
-    """What the system says of a file. Whoever writes to one changes the last of it at least."""
+    """What the system says of a file. Writing to the file changes at least the last field."""
 
     device: int
     inode: int

@@ -45,7 +45,7 @@ _TORCH = {
 """Names torch and NumPy (with ml_dtypes) give the element types."""
 
 _LARGE_BYTES = 4 << 20
-"""From here on tensors lie in huge pages, for which torch does not ask."""
+"""Tensors from this length on get huge pages, for which torch does not ask."""
 
 _FROM_DTYPE = {dtype: name for name, dtype in _TORCH.items()}
 
@@ -132,6 +132,6 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     if not tensor.numel():
         return memoryview(b"")
     flat = tensor.detach().reshape(-1)
-    if flat.numel() == 1:  # contiguous whatever its stride, which a view as bytes does not take
+    if flat.numel() == 1:  # contiguous with any stride, but a view as bytes takes only 1
         flat = flat.as_strided((1,), (1,))
     return flat.view(torch.uint8).numpy().data

@@ -71,8 +71,8 @@ class StoreOrigin(Origin):
     ) -> None:
         """`on_loaded` is told of what was loaded, when that is reported.
 
-        `expect` is told whenever packs of the version may be asked for: who knows where they lie
-        forgets versions that nobody read for long. `cache`: where this node remembers which
+        `expect` is told whenever packs of the version may be asked for: what remembers where they
+        lie forgets versions that nobody read for long. `cache`: where this node remembers which
         packs in a folder it has checked; None: all is checked.
         """
         super().__init__(version, manifest, tally)
@@ -103,7 +103,7 @@ class StoreOrigin(Origin):
     def tensors(
         self, plans: Sequence[TensorPlan], asked: Asked, to: Destination
     ) -> Iterator[tuple[TensorPlan, torch.Tensor]]:
-        # Who has a limit for reading, or wants blocks proved, or tensors in order, gets a copy.
+        # A caller that limits reading ahead, wants tensors in order or blocks proved, gets a copy.
         is_plain = to.device.type == "cpu" and to.ahead_bytes is None and asked.verify == "fast"
         if is_plain and isinstance(self.store, LocalStore):
             return self._mapped_or_read(self.store.folder, plans, asked, to)
@@ -112,7 +112,7 @@ class StoreOrigin(Origin):
     def _mapped_or_read(
         self, folder: Path, plans: Sequence[TensorPlan], asked: Asked, to: Destination
     ) -> Iterator[tuple[TensorPlan, torch.Tensor]]:
-        """Out of packs of this host: what lies there as it is wanted is not copied."""
+        """Out of packs on this host: what lies there just as it is wanted is not copied."""
         with self.tally.stage("plan"):
             fetches = (fetch for plan in plans for fetch in plan.fetches)
             blocks = self.blocks_of(extent for one in fetches for extent in one.extents)
@@ -151,12 +151,12 @@ class StoreOrigin(Origin):
         beside = converted_for(plans, asked, to)
         ahead = asked.budget.ahead_bytes(to.ahead_bytes)
         if to.ahead_bytes is not None and beside:
-            # What is ahead lies there as it will be, and what becomes that a while besides.
+            # What is ahead takes its converted length and, for a while, its stored length too.
             ahead = 3 * ahead // 4 // widening(plans, asked.torch_dtype)
         batch_bytes = min(asked.budget.batch_bytes(ahead), placer.batch_bytes)
         block_bytes = self.manifest.block_bytes
-        # On the host a tensor lies where its bytes are received. Elsewhere, and where whole blocks
-        # are wanted to prove some of their bytes, there is a copy, which is bounded.
+        # On the host bytes are received right in the tensor. On a device, and where whole blocks
+        # are read to prove a part of them, they are copied, through bounded memory.
         is_straight = to.device.type == "cpu" and asked.verify == "fast"
         if is_straight and to.ahead_bytes is None:
             batches = all_at_once(plans, batch_bytes, block_bytes, beside)
@@ -289,8 +289,8 @@ class Reading:
         gap_bytes: int = GAP_BYTES,
         placements: Foreseen | None = None,
     ) -> None:
-        """`extents`: what is going to be read; `gap_bytes`: as of a Reader; `placements`: of what
-        these extents lie in, if that was asked already."""
+        """`extents`: what is going to be read; `gap_bytes`: as of a Reader; `placements`: of the
+        blocks these extents lie in, if they were looked up already."""
         self.stop = Cancel()
         self._origin = origin
         self._asked = asked
@@ -320,7 +320,7 @@ class Reading:
     def read_undecoded(self, targets: Sequence[Undecoded], *, are_bases: bool = False) -> None:
         """Fill memory with what a device will decode. Raises as `Reader.read`.
 
-        Of blocks that are there as deltas only, the differences; bases are not told as progress.
+        Of blocks that are stored only as deltas: the differences. Bases do not count as progress.
         """
         straight: list[Wanted] = []
         deltas: list[tuple[Undecoded, Piece]] = []
@@ -348,7 +348,7 @@ class Reading:
                 target.differences.append((piece, self._deltas[piece.block].encoding))
 
     def wait(self, future: Future[_T]) -> _T:
-        """What a thread that reads comes to. Raises what it raises, DeadlineExceeded."""
+        """The result of a thread that reads. Raises what it raises, DeadlineExceeded."""
         return wait_for(future, self._asked.deadline)
 
     def _read(
@@ -362,7 +362,7 @@ class Reading:
             cancel=self.stop,
         )
         if are_bases:
-            report.raw_bytes = report.decoded_bytes = 0  # of the tensors they hold nothing
+            report.raw_bytes = report.decoded_bytes = 0  # bases hold no bytes of the tensors
         self._origin.tally.read(report)
         return report
 
@@ -393,7 +393,7 @@ class _Loading(Reading):
 
 
 def bases_of(placements: Mapping[BlockId, Sequence[Placement]]) -> set[BlockId]:
-    """The blocks of which these have deltas."""
+    """The bases of all deltas among these."""
     bases = (place.encoding.base for places in placements.values() for place in places)
     return {base for base in bases if base is not None}
 
@@ -401,7 +401,8 @@ def bases_of(placements: Mapping[BlockId, Sequence[Placement]]) -> set[BlockId]:
 class Foreseen:
     """Placements asked for together, before a load asks for them batch by batch. Thread-safe.
 
-    Each is given out once: who asks again did not find the block there, so the catalogue is asked.
+    Each is given out once: whoever asks again did not find the block there, so the catalogue is
+    asked.
     """
 
     def __init__(
@@ -411,7 +412,7 @@ class Foreseen:
         deadline: Deadline = NEVER,
         before: dict[BlockId, Sequence[Placement]] | None = None,
     ) -> None:
-        """`before`: what is known already; of those that moved it is told where they are now."""
+        """`before`: what is known already; blocks of it that moved get their new placements."""
         self._catalogue = catalogue
         self._before = {} if before is None else before
         self._known = {block: self._before[block] for block in blocks if block in self._before}

@@ -16,8 +16,8 @@ def straight_parts(
 ) -> tuple[list[Part], list[Portion]]:
     """Runs that go straight into tensors, and what is left of a rank's own portions.
 
-    Left are the chunks of which some is picked, or belongs to one of the tensors `but`, or to
-    another rank's portion: each chunk is in one of the two, so that it is read once.
+    Left are the chunks of which some is picked or belongs to one of the tensors `but`. Each chunk
+    of the portions is in one of the two, so that it is read once.
     """
     own = list(own)
     elsewhere = chunks_of(
@@ -40,7 +40,7 @@ def straight_parts(
 
 
 def _within(fetch: Fetch, chunks: Wants) -> Iterator[Fetch]:
-    """What of a run lies in some chunks."""
+    """The parts of a run that lie in some chunks."""
     found: list[tuple[int, int]] = []
     at = 0
     for extent in fetch.extents:
@@ -76,7 +76,7 @@ def _bytes_without(extent: Extent, runs: Sequence[tuple[int, int]]) -> Iterator[
 def _without(
     runs: Sequence[tuple[int, int]], taken: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Runs in order, without what others in order have."""
+    """Runs without what `taken` covers; both are in order."""
     left: list[tuple[int, int]] = []
     for first, end in runs:
         at = first

@@ -32,7 +32,7 @@ class Undecoded:
         self.pieces = pieces
         self.memory = memory
         self.differences: list[tuple[Piece, Encoding]] = []
-        """Those of which only the difference to a base is there."""
+        """Pieces of which the memory holds only the difference to a base."""
         self._codecs: dict[tuple[Piece, int], Codec | None] = {}
 
     def wanted(self, piece: Piece) -> Wanted:
@@ -41,7 +41,7 @@ class Undecoded:
         return Wanted(piece.block, piece.offset, self.memory[piece.into : piece.end], told)
 
     def lying(self) -> Iterator[UndecodedRun]:
-        """All of it in order, what lies alike and side by side as one."""
+        """All of it in order; neighbours that lie alike are one run."""
         last: UndecodedRun | None = None
         for piece in self.pieces:
             for one in self._chunks(piece):
@@ -81,7 +81,7 @@ def pieces_of(fetch: Fetch, blocks: Sequence[BlockEntry]) -> tuple[Piece, ...]:
 
 
 def only_deltas(placements: Mapping[BlockId, Sequence[Placement]]) -> dict[BlockId, Placement]:
-    """Of blocks that are there as deltas only, the shortest."""
+    """Of each block that is stored only as deltas, the shortest."""
     return {
         block: min(found, key=lambda placement: placement.encoding.stored_bytes)
         for block, found in placements.items()

@@ -1,4 +1,4 @@
-"""Uses: that a version is loaded is noted, on this node and in the registry."""
+"""Uses: notes which versions are loaded, on this node and in the registry."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from weightyard.transfer.catalogue import Catalogue
 _log = Log(__name__)
 
 _AGAIN_S = 60.0
-"""How long a use counts for those that follow: retention goes by days, and a process that loads
-again and again should not ask the registry twice each time."""
+"""For so long no further use of a version is noted: retention goes by days, and a process that
+loads again and again should not ask the registry twice each time."""
 
 _NOTING_S = 5.0
 _NOTING = 0.25
-"""How long a load waits for a service that says nothing, at most this part of the time it has."""
+"""A load waits for a service that says nothing for _NOTING_S, and for this part of its time."""
 
 _MOST = 1000
 

@@ -1,8 +1,8 @@
 """Verified: the runs of packs of this host whose chunks this node has checked before.
 
-As of a snapshot, what was checked once is used without, and checked again in the background when
-that was a day ago. It counts for a file of this user that nobody touched since, by all the system
-says of it. One small file of the cache for each store, for all processes; losing it costs a check.
+As with a snapshot, what was checked once is used without a check, and checked again in the
+background after a day. This goes only for files of this user whose stamp has not changed since. The
+cache has one small file for each store, which all processes use; losing it costs a check.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class Pack(msgspec.Struct, frozen=True):
     """What is known of a pack."""
 
     stamp: Stamp
-    """When this was checked, it was that file."""
+    """Of the file, as it was when this was checked."""
     checked_s: float
-    """When, the longest ago."""
+    """When the oldest of the checks was made."""
     runs: tuple[tuple[int, int], ...]
     """Where checked chunks begin and end; apart from each other, in order."""
 
@@ -65,8 +65,8 @@ class Verified:
         self._folder = folder
 
     def of(self, files: Iterable[Path]) -> dict[Path, Pack]:
-        """What is known of these packs now. To be asked when they are mapped: a file that takes the
-        name of another later is not what is mapped. One that cannot be remembered is left out.
+        """What is known of these packs now. Ask when they are mapped: a file that gets the same
+        name later is not the one mapped. A pack that cannot be remembered is left out.
         """
         known = self._read()
         found = {}
@@ -100,15 +100,14 @@ class Verified:
         self._change(kept)
 
     def alone(self) -> Lock | None:
-        """What one process at a time has who checks again; None: another has it."""
+        """The lock of the one process that checks again; None: another process has it."""
         try:
             return Lock.take(self._file.with_suffix(".lock"), shared=False)
         except YardError:
             return None
 
     def _change(self, packs: Mapping[str, Pack]) -> None:
-        """Two processes that do so at once may lose what one of them found, which is then found
-        again."""
+        """If two processes do so at once, what one of them checked may be checked again."""
         there = {name: one for name, one in packs.items() if (self._folder / name).exists()}
         try:
             private_folder(self._file.parent)
@@ -147,7 +146,7 @@ def covers(known: Mapping[Path, Pack], runs: Iterable[FileRun]) -> bool:
 
 
 def is_due(known: Mapping[Path, Pack], runs: Iterable[FileRun], now_s: float) -> bool:
-    """Whether it is so long ago that some of these were checked that they should be again. Pure."""
+    """Whether some of these were checked so long ago that they should be again. Pure."""
     return any(now_s - known[run.file].checked_s >= RECHECK_S for run in runs if run.file in known)
 
 
@@ -162,7 +161,7 @@ def joined(spans: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
 
 
 def _own(file: Path) -> Stamp | None:
-    """What the system says of a file of this user; None of others, who may say of them anything."""
+    """The stamp of a file of this user; None for a file of another, who could fake it."""
     try:
         seen = os.stat(file)
     except OSError:

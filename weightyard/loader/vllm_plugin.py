@@ -64,7 +64,7 @@ class Options:
 
 
 class Loading:
-    """What vLLM asks of a model loader; `register` makes one of it by vLLM's base class.
+    """What vLLM asks of a model loader; `register` makes it one, by adding vLLM's base class.
 
     vLLM makes one with a load configuration in every worker, and calls `load_weights` with a model
     whose parameters are there already, on their device. `download_model` is for those who want the
@@ -124,10 +124,10 @@ def register() -> None:
 
 
 def find_model(arguments: Any) -> None:
-    """Have vLLM's engine arguments that name a ref name a folder with its configuration instead.
+    """If vLLM's engine arguments name a ref, have them name a folder with its configuration.
 
     vLLM reads configuration and tokenizer from `model`, a folder or a name on a hub, before any
-    loader is asked; `model_weights` is where it keeps what a user wrote if that was neither. The
+    loader is asked; `model_weights` is where it keeps what the user wrote if that is neither. The
     version is settled here: an alias may move before the last worker has started.
     Raises NoSuchThing, Retryable.
     """
