@@ -1,4 +1,4 @@
-"""Appearing: a file that gets its name when it is whole and durable, never over another."""
+"""Appearing: a file that gets its name once it is whole and durable, never over another."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from weightyard.transfer.source import translated
 def appearing(target: Path) -> Iterator[Path]:
     """An empty file to fill under another name; it becomes `target` when the context is left.
 
-    After an error nothing is left of it. Raises Conflict if `target` is there, at the beginning
-    or by then; NotAllowed, StoreFull, NoSuchThing, and Unsupported where no way is safe.
+    After an error nothing is left of it. Raises Conflict if `target` is there before or after;
+    NotAllowed, StoreFull, NoSuchThing, and Unsupported where no way of naming it is safe.
     """
     with translated(target):
         if target.exists() or target.is_symlink():

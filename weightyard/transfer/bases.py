@@ -1,4 +1,4 @@
-"""Bases: which block of an older version a new one may be much like. Pure."""
+"""Bases: which block of an older version a new block probably resembles. Pure."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bases_of(split: Split, parent: Manifest) -> dict[int, BlockId]:
 
 
 def pieces_alone(split: Split) -> list[int]:
-    """Numbers of the pieces that can be bases: those that are of one tensor, not of a bundle."""
+    """Numbers of the pieces that can be bases: those of a single tensor, not of a bundle."""
     return sorted(
         {
             extent.block

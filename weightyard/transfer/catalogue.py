@@ -76,8 +76,8 @@ class Upload(Packing, Protocol):
     """A lease under which one version is written.
 
     Call order: as Packing, heartbeat now and then → begin_manifest → (its file is published) →
-    commit, or abandon. Of a checkpoint each rank writes its packs under the one upload, which the
-    others join, and then says finish_rank; one of them commits.
+    commit, or abandon. The ranks of a checkpoint write under one upload: one opens it, the others
+    join it; each adds its packs and then says finish_rank, and one of them commits.
     """
 
     def heartbeat(self) -> None:
@@ -99,8 +99,8 @@ class Upload(Packing, Protocol):
 
         Repeating it with the same key after a lost answer returns the same version. Raises
         VersionMoved, AliasMoved, KeyReused, UploadExpired, QuotaExceeded, BlockMissing; for a
-        checkpoint RunTakenOver and RanksMissing; Conflict where a run would get a version without
-        a checkpoint, or a model one with it.
+        checkpoint RunTakenOver and RanksMissing; Conflict if a run is given a version that is no
+        checkpoint, or another model one that is.
         """
 
     def abandon(self) -> None:
@@ -120,8 +120,8 @@ class Catalogue(Placements, Protocol):
     """Models, versions and aliases, and where blocks lie: a registry, or a service that has one.
 
     Thread-safe. Every call may raise Retryable and NotAllowed; `who` and `reason` are for history.
-    `within_s`: how long a service may be waited for that says nothing, then DeadlineExceeded; a
-    database has deadlines of its own.
+    `within_s`: how long to wait for a service that says nothing, then DeadlineExceeded; a database
+    has deadlines of its own.
     """
 
     is_service: bool
@@ -143,10 +143,10 @@ class Catalogue(Placements, Protocol):
         """The version a ref means now. Raises NoSuchThing."""
 
     def watch(self, ref: Ref, *, poll_s: float, stop: Cancel) -> Iterator[Sighting]:
-        """What a ref means, now and again and soon after it changes, until stopped.
+        """What a ref means, from time to time and soon after it changes, until stopped.
 
-        Without a service to tell of changes, every `poll_s` or so. Where it cannot be told, the
-        error is given instead, and the watching goes on.
+        Without a service to tell of changes, every `poll_s` or so. Where the meaning cannot be
+        found out, the error is given instead, and the watching goes on.
         """
 
     def model(self, name: ModelName) -> Model:
@@ -159,23 +159,23 @@ class Catalogue(Placements, Protocol):
         after: ModelName | None = None,
         limit: int = 1000,
     ) -> list[Model]:
-        """Models by name, those after one."""
+        """Models in the order of their names, those behind `after`."""
 
     def versions(
         self, name: ModelName, *, before: int | None = None, limit: int = 1000
     ) -> list[Version]:
-        """Versions of a model, newest first, those below a number. Raises NoSuchThing."""
+        """Versions of a model, newest first, with numbers below `before`. Raises NoSuchThing."""
 
     def cost(self, ref: Ref, *, copies: int = 1) -> Cost:
         """What a version takes, shares, and would give back. Raises NoSuchThing.
 
-        `copies`: how often the store keeps a pack for which nobody asked for more.
+        `copies`: how many copies the store keeps of a pack if nobody asked for more.
         """
 
     def keep(self, ref: Ref, *, copies: int | None, policy: str | None) -> Version:
         """Ask for copies or an HDFS storage policy; what is None stays. Raises NoSuchThing.
 
-        A service tells its store; where this is a registry, who asked does.
+        A service tells its store of it; with a registry, the caller has to.
         """
 
     def annotate(
@@ -212,25 +212,25 @@ class Catalogue(Placements, Protocol):
     def set_retention(self, name: ModelName, retention: Retention | None) -> None:
         """Which versions gc may remove by itself. Raises NoSuchThing.
 
-        Raises Refused where a model that is no run shall keep steps.
+        Raises Refused for a rule about steps on a model that is no run.
         """
 
     def apply_retention(self, name: ModelName) -> list[str]:
-        """Remove now what the model's rule lets go, without waiting for gc; the refs of it.
+        """Remove now what the model's rule lets go, without waiting for gc. Returns the refs.
 
         Without a rule nothing goes. Raises NoSuchThing.
         """
 
     def run(self, name: ModelName) -> Run:
-        """One run. Raises NoSuchThing, also for a model that is none."""
+        """One run. Raises NoSuchThing, also for a model that is no run."""
 
     def begin_generation(
         self, name: ModelName, *, expect: int | None = None, key: str | None = None
     ) -> Run:
-        """Take a run over, one that is new included: its generation grows by one, from 0.
+        """Take over a run, which may be a new one: its generation grows by one, from 0.
 
-        From then on no commit of an older generation succeeds. With `expect` only if the run is at
-        that generation now, 0 for one that is new or was removed; of several who expect the same,
+        From then on no commit of an older generation succeeds. With `expect`, only if the run is
+        now at that generation (a new or removed run: 0); of several callers that expect the same,
         one succeeds. Repeating it with the same key after a lost answer returns the same
         generation, unless another took the run over since.
         Raises RunTakenOver, which has the current one; Conflict for a model that is no run.
@@ -259,10 +259,10 @@ class Catalogue(Placements, Protocol):
         before: int | None = None,
         limit: int = 1000,
     ) -> list[AliasMove]:
-        """The moves of an alias, newest first, those up to a time and before one's number."""
+        """The moves of an alias, newest first: those up to a time, with numbers below `before`."""
 
     def rollback_alias(self, name: ModelName, alias: AliasName, *, reason: str = "") -> AliasMove:
-        """Put an alias back on the version it was on before; done again, one further back.
+        """Put an alias back on the version it was on before. Each repetition goes one further back.
 
         Raises NoSuchThing.
         """
@@ -270,14 +270,14 @@ class Catalogue(Placements, Protocol):
     def open_upload(self, model: ModelName, publication: Publication) -> Upload:
         """Begin a version of a model, which need not exist yet.
 
-        A publication that the model could not get raises as commit would: RunTakenOver, Conflict.
+        Raises as commit would if the model cannot get such a publication: RunTakenOver, Conflict.
         """
 
     def join_upload(self, upload: UploadId) -> Upload:
         """An upload that another process opened, to write under it, too. Raises UploadExpired."""
 
     def flush_outbox(self, store: Store) -> int:
-        """Write records that are waiting into the store; a service does this by itself."""
+        """Write waiting records into the store; a service does this by itself."""
 
     def close(self) -> None:
         """Give up connections. Idempotent."""
@@ -310,7 +310,7 @@ class MemoryCatalogue:
 
 
 class _MemoryUpload:
-    """What this process leaves behind when it dies, nobody else knows of anyway."""
+    """Does not say when packs begin: nobody else knows of what this process leaves when it dies."""
 
     def __init__(self, catalogue: MemoryCatalogue) -> None:
         self._catalogue = catalogue

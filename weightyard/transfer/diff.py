@@ -1,4 +1,4 @@
-"""Comparing two versions: by their manifests, and by their bytes where these do not tell.
+"""Comparing two versions: by their manifests, and by their bytes where those do not decide.
 
 Call order: `doubtful_pairs` → `equal_pairs`, which reads → `diff_manifests`.
 """
@@ -26,7 +26,7 @@ class Part(NamedTuple):
     offset: int
     length: int
     is_all: bool
-    """Of the block: then another block's name says that the bytes are others."""
+    """Whether it is the whole block: then a part that is all of another block has other bytes."""
 
 
 class Pair(NamedTuple):
@@ -44,7 +44,7 @@ class _Content(NamedTuple):
 
 
 def doubtful_pairs(before: Manifest, after: Manifest) -> Set[Pair]:
-    """Those whose bytes decide whether a tensor or file changed. Pure.
+    """The pairs whose bytes decide whether a tensor or file changed. Pure.
 
     Small tensors share a block, which gets another name when any one of them changes.
     """
@@ -61,7 +61,7 @@ def doubtful_pairs(before: Manifest, after: Manifest) -> Set[Pair]:
 
 
 def equal_pairs(pairs: Collection[Pair], old: ReadsBlocks, new: ReadsBlocks) -> Set[Pair]:
-    """Those whose bytes are equal. `old` and `new` read the two versions; raises as they do."""
+    """The pairs whose bytes are equal. `old` and `new` read the two versions; raises as they do."""
     equal: set[Pair] = set()
     for some in _batches(sorted(pairs)):
         contents = (
@@ -75,7 +75,7 @@ def equal_pairs(pairs: Collection[Pair], old: ReadsBlocks, new: ReadsBlocks) -> 
 def diff_manifests(before: Manifest, after: Manifest, equal: Set[Pair] = frozenset()) -> Diff:
     """What was added, removed and changed. Pure.
 
-    The same is what consists of the same parts of blocks, but for pairs known to be equal.
+    Unchanged is what consists of the same parts of blocks, pairs in `equal` counting as the same.
     """
     old_tensors, new_tensors = _tensors(before), _tensors(after)
     old_files, new_files = _files(before), _files(after)
@@ -123,7 +123,7 @@ def _parts(manifest: Manifest, extents: Sequence[Extent]) -> tuple[Part, ...]:
 
 
 def _deciding(old: _Content, new: _Content) -> Set[Pair] | None:
-    """The pairs that must be equal for the content to be; None: it is not, or is cut otherwise."""
+    """The pairs on which equality depends; None: contents differ, or blocks are cut otherwise."""
     if old.form != new.form or len(old.parts) != len(new.parts):
         return None
     pairs = {Pair(*both) for both in zip(old.parts, new.parts, strict=True) if both[0] != both[1]}

@@ -13,13 +13,13 @@ REPLICAS_TIMEOUT_S = 30.0
 
 
 def least_replicas(store: Store, asked: int | None) -> int:
-    """On how many DataNodes a file must be before it is relied on, if so many copies are asked."""
+    """On how many DataNodes a file must be before it is relied on, if `asked` copies are wanted."""
     return min(2, asked or 2) if store.replicates else 1
 
 
 def require_kept(store: Store, copies: int | None, policy: str | None) -> None:
-    """See that a store can keep files so, before anything is done: that all of them may be there
-    already is known much later. Raises Unsupported.
+    """See that a store can keep files so, before anything is done, and even if all of them are
+    there already: that is known only much later. Raises Unsupported.
     """
     if not store.replicates and ((copies or 1) != 1 or policy is not None):
         raise Unsupported(
@@ -28,7 +28,7 @@ def require_kept(store: Store, copies: int | None, policy: str | None) -> None:
 
 
 def was_counted(staged: StagedFile, wanted: int) -> bool:
-    """Whether a file lay on enough DataNodes when it was closed: publishing moves no byte of it."""
+    """Whether a file lay on enough DataNodes when it was closed: publishing only renames it."""
     return staged.replicas is not None and staged.replicas >= wanted
 
 
@@ -41,7 +41,7 @@ def too_few(what: str, found: int, wanted: int) -> UnderReplicated:
 
 
 def require_replicas(store: Store, path: StorePath, wanted: int, timeout_s: float) -> None:
-    """Wait until a file lies on enough DataNodes: HDFS closes one that is on a single one.
+    """Wait until a file lies on enough DataNodes: HDFS closes a file once it is on a single one.
 
     Raises UnderReplicated.
     """
@@ -57,9 +57,9 @@ def require_replicas(store: Store, path: StorePath, wanted: int, timeout_s: floa
 
 
 def make_durable(store: Store, paths: Sequence[StorePath], wanted: int) -> None:
-    """The same for files that may be another's, who asked for fewer copies: then ask for more.
+    """The same for files that others may have written with fewer copies: then ask for more.
 
-    Of all of them first, so that HDFS copies them side by side.
+    Asks for all of them before it waits, so that HDFS copies them side by side.
     """
     for path in paths:
         if wanted > 1 and store.stat(path).replication < wanted:

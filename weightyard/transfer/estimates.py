@@ -1,4 +1,4 @@
-"""The live estimate of each DataNode: how fast it is, how busy, and whether to leave it alone."""
+"""Live estimates of DataNodes: how fast each is, how busy, and whether to leave it alone."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Begun:
     datanode: str
     at: float
     beside: int
-    """Reads it had in flight then, this one too."""
+    """Reads it had in flight then, including this one."""
 
 
 class Estimates:
     """What the reads of this process have shown of DataNodes. Thread-safe.
 
-    One that fails, or is so slow that another replica was quicker, is left alone: for a second,
-    and twice as long each time it happens again. Then one read is tried; when it succeeds all is
-    forgotten.
+    A DataNode that fails, or is so slow that another replica was quicker, is left alone: for a
+    second, and twice as long each time it happens again. Then one read is tried; when that
+    succeeds, its failures are forgotten.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -69,7 +69,7 @@ class Estimates:
         with self._lock:
             one = self._end(begun)
             took_s = max(self._clock() - begun.at, 1e-6)
-            # What it sent to the others at the same time counts too: the estimate is of the
+            # What it sent to other reads at the same time counts too: the estimate is of the
             # DataNode, not of one connection.
             share = _FRESH_SHARE * min(1.0, length / _LARGE_BYTES)
             measured = length * begun.beside / took_s
@@ -114,7 +114,7 @@ class Estimates:
 
     def _outlooks(self, datanodes: Iterable[str]) -> dict[str, Outlook]:
         known = {name: self._datanodes.get(name, _DataNode()) for name in datanodes}
-        # One that was never read is taken for as good as the best, so that it is tried.
+        # A DataNode never read is taken to be as good as the best, so that it is tried.
         best = max((one.bytes_per_s or 0.0 for one in known.values()), default=0.0) or _FIRST_GUESS
         now = self._clock()
         return {

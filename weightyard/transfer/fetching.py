@@ -1,4 +1,4 @@
-"""Carrying out one run: from the replica that promises most, from the next where that one fails."""
+"""Carrying out one run: from the replica that promises most, or the next if that one fails."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Fetched:
 
     served: Served
     stored: Sequence[memoryview]
-    """Those of each block: in their place already if they are raw, else in scratch memory."""
+    """By block: raw ones are where they belong already, others in scratch memory."""
     is_hedge: bool = False
     """A second replica had them sooner."""
 
@@ -76,11 +76,11 @@ class Job:
 
     run: Run
     memory: memoryview = field(default_factory=lambda: memoryview(b""))
-    """As much as `run.host_bytes`."""
+    """Its working memory: `run.host_bytes` of it."""
     bases: list[Job] = field(default_factory=list)
-    """What was begun for its deltas: jobs of their own, one after the other, before its own."""
+    """Jobs for the bases of its deltas, carried out one after the other before it is."""
     carried: Carried | None = None
-    """Of a base: how it was carried out."""
+    """Set for jobs of bases: how it was carried out."""
     tried: set[str] = field(default_factory=set)
     """DataNodes that failed, or whose bytes were wrong."""
     failures: list[YardError] = field(default_factory=list)
@@ -95,19 +95,19 @@ class Job:
     is_fetched: bool = False
     """Its bytes are here, and decoded or waiting to be."""
     is_hopeless: bool = False
-    """No replica is left, and any was asked for without naming one."""
+    """No replica is left, and the store was already asked to choose any."""
 
     def part(self, begin: int, length: int) -> memoryview:
         return self.memory[begin : begin + length]
 
     def raw_scratch(self) -> memoryview:
-        """Where decoding may put what goes to several places: at the end of its memory."""
+        """Where to decode what goes to several places: at the end of its memory."""
         needed = max(read.raw_scratch_bytes for read in self.run.reads)
         return self.memory[len(self.memory) - needed :]
 
 
 def without_frames(why: _Error) -> _Error:
-    """An error to be kept: the frames it passed have views of the caller's memory."""
+    """Prepare an error to be kept: its traceback's frames have views of the caller's memory."""
     why.__context__ = why.__cause__ = None
     return why.with_traceback(None)
 
@@ -148,7 +148,7 @@ class Fetcher:
         return self._learned.whereabouts.place(replicas, self._rack)
 
     def locate(self, run: Run) -> Location:
-        """Where a run's pack lies, asked for if nobody knows. Raises as `Store.locate`."""
+        """Where a run's pack lies; asks the store if it is not known. Raises as `Store.locate`."""
         path = layout.pack(run.pack)
         return self._learned.locations.get(path) or self._ask_where(path)
 
@@ -165,7 +165,7 @@ class Fetcher:
             job.is_fetched = True
             fetch_s = time.monotonic() - began
             try:
-                # Codecs keep scratch memory for each thread, and there may be many that fetch.
+                # Not in this thread: codecs keep scratch memory for each, and many threads fetch.
                 decode_s = self._decoders.submit(
                     decode_run, job.run, fetched.stored, bases, job.raw_scratch()
                 ).result()
@@ -183,8 +183,8 @@ class Fetcher:
                 raise job.failures[-1]
             _require_whole(job.run, job.location)
             try:
-                # Those who have the places end in time, each by its own limit: waiting for them
-                # has none, and ends with the whole read.
+                # Waiting for a place has no limit of its own: reads that hold places end by theirs,
+                # and the wait ends with the whole read.
                 with self._limit.transfer(job.run.length, cancel=self._stop):
                     fetched = self._ask(job, job.location)
             except StaleLocation as why:
@@ -222,7 +222,7 @@ class Fetcher:
         return answer.result()
 
     def _reject(self, job: Job, fetched: Fetched, why: BlockCorrupt) -> None:
-        """What was fetched is wrong: that replica is not asked again for it."""
+        """The fetched bytes are wrong: do not ask that replica for them again."""
         served = fetched.served.replica
         if served is not None:
             job.asked = served.datanode
@@ -267,12 +267,12 @@ class Fetcher:
             race.second_ended(answer)
 
     def _ask(self, job: Job, location: Location) -> Fetched:
-        """Ask the best replica left, or any if none is; and another one if that takes long."""
+        """Ask the best replica left or, if none is, any; if that takes long, another one too."""
         span, candidates = self._candidates(job, location)
         may_chase = len(candidates) > 1
         patience_s = self._learned.pace.patience_s(job.run.length) if may_chase else None
         race: Race[Fetched] = Race(patience_s)
-        # Around all of it: when the first one failed, the wait for the second is to be ended too.
+        # Around all of it: `stop` must also end the wait for the second when the first has failed.
         with self._stop.ending(race.end, f"reading pack {job.run.pack}"):
             return self._read_first(job, location, race, span, candidates)
 
@@ -284,7 +284,7 @@ class Fetcher:
         span: Span | None,
         candidates: Sequence[Replica],
     ) -> Fetched:
-        """The first read of a race; if a second one has the bytes sooner, those."""
+        """Do the first read of a race. Returns its bytes, or those of a second that was sooner."""
         run = job.run
         replica, begun = self._begin(span, candidates) if span and candidates else (None, None)
         job.is_hopeless = replica is None
@@ -406,8 +406,8 @@ class Fetcher:
         return bases
 
     def _fetch_base(self, job: Job, read: BlockRead, into: memoryview, scratch: memoryview) -> None:
-        """A base is read as all else is: hedged, from the next replica where one fails, and from
-        another pack that has it where one is gone or damaged."""
+        """A base is read as all else is: hedged, from the next replica if one fails, and from
+        another pack that has it if one is gone or damaged."""
         base = read.encoding.base
         if base is None:
             return

@@ -1,8 +1,8 @@
-"""Filling packs, one after the other, each written by another thread from its first block on.
+"""Filling packs one after the other, while another thread writes each from its first block on.
 
-What waits to be written waits in memory, and memory that is touched for the first time costs the
-processor as much as anything else done with a block. So little is encoded ahead of need: where the
-memory of a block is free again once it is written, the same few buffers serve all of them.
+Blocks wait in memory until they are written, and touching memory for the first time costs the
+processor as much as anything else done with a block. So few blocks are encoded ahead: as a block's
+memory is usually free again once it is written, the same few buffers serve all of them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from weightyard.names import PackId
 from weightyard.storage.store import Again
 
 AHEAD_BYTES = 32 * MIB
-"""Memory of blocks that wait for their pack's thread; more only to have another thread begin."""
+"""Memory of blocks that wait for their pack's thread; more only so that another can begin."""
 
 _LOOK_UP_S = 0.1
-"""How long one thread waits for another before it looks whether to stop."""
+"""How long one thread waits for another before it checks whether to stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,27 +32,27 @@ class ReadyBlock:
     encoded: codec.Encoded
     buffer: memoryview | None = None
     again: Again | None = None
-    """Encodes it once more; without, the buffer is needed until the pack is closed."""
+    """Encodes it once more; if None, the buffer is needed until the pack is closed."""
 
     @property
     def waiting_bytes(self) -> int:
-        """Of memory that is free once it is written."""
+        """How much memory is free once it is written."""
         return 0 if self.again is None or self.buffer is None else self.buffer.nbytes
 
 
 class PackInWork:
     """A pack that one thread fills and another one writes.
 
-    Call order: `add` while a block fits → `end`. Whoever iterates gets the blocks as they come, and
-    no more of them once `stop` is set, and calls `written` after each.
+    Call order: `add` while a block fits → `end`. The thread that writes iterates over the blocks as
+    they come, which ends once `stop` is set, and calls `written` after each.
     """
 
     def __init__(self, pack_bytes: int, most_bytes: int, stop: threading.Event) -> None:
-        """`pack_bytes`: how long it may be; `most_bytes`: with all that may still come."""
+        """`pack_bytes`: how long it may be; `most_bytes`: how long with all that may still come."""
         self.layout = PackBuilder(PackId.new(), pack_bytes)
         self.planned_bytes = min(pack_bytes, most_bytes)
         self.is_closed = False
-        """Whether the other thread is free for another one."""
+        """Whether the thread that writes it is free for another pack."""
         self._stop = stop
         self._blocks: SimpleQueue[ReadyBlock | None] = SimpleQueue()
         self._changed = threading.Condition()
@@ -72,7 +72,7 @@ class PackInWork:
         self._blocks.put(None)
 
     def wait(self, most_bytes: int) -> None:
-        """Until blocks in so much memory wait, or `stop` is set."""
+        """Wait until waiting blocks take no more memory than that, or `stop` is set."""
         with self._changed:
             while self._waiting_bytes > most_bytes and not self._stop.is_set():
                 self._changed.wait(_LOOK_UP_S)
@@ -99,7 +99,7 @@ class Filling:
     def __init__(
         self, blocks: int, raw_bytes: int, *, pack_bytes: int, lanes: int, stop: threading.Event
     ) -> None:
-        """`blocks` that may come, and their `raw_bytes`; `lanes`: threads that write packs."""
+        """`blocks`, `raw_bytes`: how many may come; `lanes`: how many threads write packs."""
         self._left_blocks = blocks
         self._left_bytes = raw_bytes
         self._pack_bytes = pack_bytes
@@ -108,7 +108,7 @@ class Filling:
         self._open: list[PackInWork] = []
 
     def packs(self, blocks: Iterable[ReadyBlock]) -> Iterator[PackInWork]:
-        """Each as soon as it has a block: whoever iterates has it written while others come."""
+        """Gives each pack as soon as it has a block: the caller has it written while it fills."""
         pack: PackInWork | None = None
         for block in blocks:
             if self._stop.is_set():
@@ -136,7 +136,7 @@ class Filling:
         return pack
 
     def _is_another_wanted(self, pack: PackInWork) -> bool:
-        """Whether a thread has nothing to do before this one is full and the next begins."""
+        """Whether a thread is idle that could write the next pack, once this one is full."""
         busy = sum(not one.is_closed for one in self._open)
         if busy >= self._lanes:
             return False

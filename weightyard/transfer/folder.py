@@ -26,9 +26,9 @@ _log = Log(__name__)
 def files_in(folder: Path, *, follow_links: bool = False) -> list[tuple[FilePath, Path]]:
     """The files of a folder, or the one file, by the names they will have.
 
-    `follow_links`: a link to a file counts as that file; those to folders are refused all the
-    same, since they may lead round in circles. Raises Refused for other links and whatever else
-    is no file, NotAllowed if a folder below cannot be read: what is pushed is all there is.
+    `follow_links`: a link to a file counts as that file; links to folders are refused even then,
+    since they may lead round in circles. Raises Refused for other links and whatever else is no
+    file, and NotAllowed if a folder below cannot be read: a push is never only a part.
     """
     with translated(folder):
         if folder.is_file():
@@ -47,7 +47,7 @@ def files_in(folder: Path, *, follow_links: bool = False) -> list[tuple[FilePath
 
 
 def _is_pushed(file: Path, follow_links: bool) -> bool:
-    """Whether it is a file, and no folder, whose files are listed too. Raises Refused."""
+    """Whether it is a file; False for a folder, whose files are listed too. Raises Refused."""
     if file.is_symlink() and not (follow_links and file.is_file()):
         raise Refused(f"{file} is a link{_about(file)}")
     if file.is_dir():
@@ -65,7 +65,7 @@ def _about(link: Path) -> str:
 
 
 def _below(folder: Path) -> Iterator[Path]:
-    """All that is in a folder and those below it."""
+    """All that is in a folder and in the folders below it."""
 
     def fail(why: OSError) -> None:
         with translated(Path(why.filename)):
@@ -122,7 +122,7 @@ def read_folder(
 ) -> ReadReport:
     """Put files of a version into a folder, all by default.
 
-    Each gets its name when it is whole and durable; those that are there, as they should be, stay.
+    Each gets its name when it is whole and durable; those there already with the right bytes stay.
     `progress` is told of bytes done. Raises Conflict if another file is there, NotAllowed,
     NoSuchThing.
     """
@@ -139,7 +139,7 @@ def read_folder(
 
 
 def is_there(manifest: Manifest, file: FileEntry, target: Path) -> bool:
-    """Whether a file is in its place, byte for byte: so a pull that was killed goes on."""
+    """Whether a file is in its place, byte for byte: so a killed pull goes on where it was."""
     with translated(target):
         if target.is_symlink() or not target.is_file():
             return False
@@ -157,7 +157,7 @@ def _read_file(
     if not file.bytes:
         return ReadReport()
     with into.open("r+b") as opened:
-        # Pages of a sparse file that find no room when they are written end the process.
+        # Writing to a mapped page for which the disk has no room would kill the process (SIGBUS).
         os.posix_fallocate(opened.fileno(), 0, file.bytes)
         # Not closed by hand: after a failure the error's traceback still has views of it.
         pages = memoryview(mmap.mmap(opened.fileno(), file.bytes))

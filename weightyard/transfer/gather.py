@@ -24,10 +24,10 @@ if TYPE_CHECKING:
     from weightyard.storage.hdfs.tree import HdfsTree, TreeFile
 
 Patterns: TypeAlias = str | Collection[str]
-"""What paths of files fit: one pattern, or several."""
+"""What the paths of files must fit: one pattern, or any of several."""
 
 MAX_CONFIG_BYTES = 1 << 20
-"""Of a config.json that is looked into."""
+"""The longest config.json that is looked into."""
 
 _LOOKED_AT_ONCE = 8
 """Files of HDFS that the NameNode is asked about at the same time."""
@@ -43,11 +43,11 @@ class Choice:
 
     @property
     def is_all(self) -> bool:
-        """Whether all are."""
+        """Whether all files are wanted."""
         return not self._include and not self._exclude
 
     def takes(self, path: FilePath) -> bool:
-        """Whether a file of this path is."""
+        """Whether a file of this path is wanted."""
 
         def fits(patterns: list[str]) -> bool:
             return any(fnmatch.fnmatchcase(path.text, pattern) for pattern in patterns)
@@ -92,8 +92,8 @@ def gather_files(
 ) -> Gathered:
     """The files of a folder, here or in HDFS, or one file.
 
-    `follow_links` is for folders of this host: links to files count as these. Raises NoSuchThing,
-    NotAllowed, BadSetting; Conflict if a file of HDFS is still being written.
+    `follow_links` is for folders of this host: links to files count as those files. Raises
+    NoSuchThing, NotAllowed, BadSetting; Conflict if a file of HDFS is still being written.
     """
     choice = Choice(include, exclude)
 

@@ -1,4 +1,4 @@
-"""Hedging: a read that takes longer than its like is asked of a second replica as well."""
+"""Hedging: a read that takes longer than others of its size is asked of a second replica too."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from weightyard.storage.cancel import Cancel
 
 ENOUGH_SAMPLES = 20
 LEAST_DELAY_S = 0.1
-"""Sooner than this nothing is hedged: below it lies what a busy machine does to any read."""
+"""Nothing is hedged sooner than this: such delays happen to any read on a busy machine."""
 
 _FLOOR_S, _FLOOR_BYTES_PER_S = 0.5, 50e6
 _SAMPLES = 200
@@ -33,10 +33,10 @@ class Pace:
             self._took_s.setdefault(kind, deque(maxlen=_SAMPLES)).append(took_s)
 
     def patience_s(self, length: int) -> float | None:
-        """After how long a read is worth a second one: the p95 of its kind.
+        """After how long a read is worth a second one: the p95 of its size.
 
-        A guess while too few were seen; None before any was: then nobody knows whether DataNodes
-        can be chosen here at all.
+        A guess while too few reads were seen; None before the first: it is not known yet whether
+        DataNodes can be chosen here at all.
         """
         with self._lock:
             if not self._took_s:
@@ -61,7 +61,7 @@ class HedgeBudget:
             self._left = min(self._left + self._share, float(self._burst))
 
     def take(self) -> bool:
-        """Whether one more may be made; it is then counted."""
+        """Whether one more hedge may be made; if so, it is counted."""
         with self._lock:
             if self._left < 1:
                 return False
@@ -79,9 +79,9 @@ class _Stand(enum.Enum):
 class Race(Generic[_Answer]):
     """One read under way, and perhaps a second of the same bytes from elsewhere.
 
-    The first receives in the caller's memory, the second in memory of its own. The second's answer
-    is given only to the thread of the first, after its read has returned: so the two never write
-    to what the caller will use at the same time. Thread-safe.
+    The first receives into the caller's memory, the second into memory of its own. Only the thread
+    of the first gets the second's answer, after its own read has returned: so the two never write
+    at the same time to memory the caller will use. Thread-safe.
     """
 
     def __init__(self, patience_s: float | None) -> None:
@@ -124,7 +124,7 @@ class Race(Generic[_Answer]):
         self.second.cancel()
 
     def first_failed(self, wait_s: float) -> _Answer | None:
-        """The first read returned without its bytes: those of the second, if one brings them."""
+        """The first read has failed. Waits for the bytes of a second one; None: it has none."""
         with self._changed:
             self._changed.wait_for(lambda: self._stand is not _Stand.CHASED, wait_s)
             self._stand = _Stand.OVER

@@ -34,7 +34,7 @@ class Learned:
 
 
 def learned_of(store: Store) -> Learned:
-    """What is known of a store's cluster, and of its own files."""
+    """What is known of a store's cluster, shared by its stores, and of the store's own files."""
     parts = urlsplit(store.url)
     cluster = f"{parts.scheme}://{parts.netloc}"
     with _lock:

@@ -10,8 +10,8 @@ from collections.abc import Callable
 from weightyard.storage.store import Location, Store, StorePath
 
 LIFE_S = 300.0
-"""A block token lives ten hours unless a cluster is set otherwise; where DataNodes come and go,
-an answer is old sooner."""
+"""A block token lives ten hours by Hadoop's default; but where DataNodes come and go, an answer is
+out of date sooner."""
 
 MOST_LOCATIONS = 8192
 
@@ -40,7 +40,7 @@ class Locations:
         return location
 
     def keep(self, path: StorePath, location: Location) -> None:
-        """Remember what was just asked, here or by another rank."""
+        """Remember an answer that this process or another rank just got."""
         with self._lock:
             self._known.pop(path, None)
             while len(self._known) >= MOST_LOCATIONS:

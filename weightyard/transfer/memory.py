@@ -14,13 +14,13 @@ class SpareMemory:
     """Buffers left over from one read or write, for the next one. Thread-safe."""
 
     def __init__(self, most_bytes: int | None = None) -> None:
-        """`most_bytes`: no more is kept while nothing is read; None: all that a read had."""
+        """`most_bytes`: no more is kept between reads; None: all that the last read had."""
         self._lock = threading.Lock()
         self._buffers: list[np.ndarray] = []
         self._most_bytes = most_bytes
 
     def prepare(self, buffers: int, length: int) -> None:
-        """Have so many before anything is read; they are written to, so that pages are there."""
+        """Make so many buffers before anything is read, and touch their pages."""
         self.leave([np.full(_rounded(length), 0, np.uint8) for _ in range(buffers)])
 
     def take_all(self) -> list[np.ndarray]:
@@ -29,7 +29,7 @@ class SpareMemory:
         return taken
 
     def leave(self, buffers: list[np.ndarray]) -> None:
-        """Those of the read that ended last are kept, so there is never more than one's budget."""
+        """Replaces what was left before, so that there is never more than one read's budget."""
         kept: list[np.ndarray] = []
         left = math.inf if self._most_bytes is None else self._most_bytes
         for buffer in reversed(buffers):  # the one used last is the likeliest to fit again
@@ -55,14 +55,14 @@ class HostMemory:
         return self._used_bytes + _rounded(length) <= self._budget_bytes
 
     def take(self, length: int) -> memoryview:
-        """Memory of this length, to be given back. Only what `fits` is asked for."""
+        """Memory of this length, to be given back. Ask only for what `fits`."""
         if not length:
             return memoryview(b"")
         size = _rounded(length)
         fitting = [one for one in self._free if size <= one.size <= 2 * size]
         fitting = [one for one in fitting if self._used_bytes + one.size <= self._budget_bytes]
         if fitting:
-            buffer = fitting[-1]  # the one used last, which caches still know
+            buffer = fitting[-1]  # the one used last: the processor's caches may still hold it
             self._free = [one for one in self._free if one is not buffer]
         else:
             while self._free and self._all_bytes + size > self._budget_bytes:
@@ -92,32 +92,32 @@ class HostMemory:
 
 
 class Buffers:
-    """Memory for many threads, used again and again; who uses it bounds how much there is.
+    """Memory for many threads, used again and again; its users bound how much there is.
 
-    What is lent is at most twice as long as what was asked for. Short buffers are not kept: the
-    allocator has pages for them that were touched before.
+    A buffer lent is at most twice as long as was asked for. Short ones are not kept: for them the
+    allocator has pages that were touched before.
     """
 
     def __init__(self, spare: SpareMemory | None = None) -> None:
-        """`spare`: what others left, and where `leave` leaves it."""
+        """`spare`: where to take what others left, and where `leave` puts what is free."""
         self._spare = spare or SpareMemory(0)
         self._lock = threading.Lock()
         self._free: list[np.ndarray] = []
         self._lent: dict[int, np.ndarray] = {}
 
     def take(self, length: int) -> memoryview:
-        """Memory of this length, with whatever was there before in it."""
+        """Memory of this length, with whatever bytes it had before."""
         if length < MIB:
             return np.empty(length, np.uint8).data
         with self._lock:
             self._free += self._spare.take_all()
             fitting = [one for one in self._free if length <= one.size <= 2 * length]
             if fitting:
-                # Of equal ones the one used last, so that no more are touched than are needed.
+                # Of equally long ones the one used last, so that no more are in use than needed.
                 buffer = min(fitting[::-1], key=len)
                 self._free = [one for one in self._free if one is not buffer]
             else:
-                # In the place of one that does not fit: never more than were lent at once.
+                # Replaces one that does not fit: so there are never more than were lent at once.
                 del self._free[-1:]
                 buffer = np.empty(length, np.uint8)
             self._lent[id(buffer)] = buffer

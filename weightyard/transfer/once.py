@@ -42,10 +42,10 @@ def write_each_once(
     *,
     is_same: Callable[[Store, StorePath, bytes], bool] | None = None,
 ) -> Mapping[StorePath, StagedFile]:
-    """The same for several: staged together, published in their order. Returns those that were.
+    """The same for several: staged together, published in order. Returns those published.
 
     So none is there before those in front of it are, and HDFS is waited for once, not each time.
-    `is_same` says whether a file that is there will do for one with this content.
+    `is_same` says whether a file that is there already will do for this content.
     """
     staged: dict[StorePath, StagedFile] = {}
 
@@ -66,7 +66,7 @@ def write_each_once(
             if _is_published(store, staged[path], path, content, is_same or is_there)
         }
     except YardError:
-        # A writer that was away for long may find its upload swept: gc does not come again.
+        # If this writer was away for long, gc has swept its upload and will not do so again.
         for one in staged.values():
             with suppress(YardError):
                 store.delete(one.path)
@@ -98,9 +98,9 @@ def is_there(store: Store, path: StorePath, content: bytes) -> bool:
 
 
 def copies_there(store: Store, path: StorePath, content: bytes) -> int | None:
-    """On how many DataNodes there is such a file, with exactly this content, and is to stay.
+    """On how many DataNodes a file with exactly this content lies, and is meant to lie.
 
-    None: there is none.
+    None: there is no such file.
     """
     try:
         stat = store.stat(path)
@@ -141,7 +141,7 @@ def _read_located(
 
 
 def _left_s(deadline: Deadline, path: StorePath) -> float | None:
-    """What a store may take for it; None: as long as it does for anybody."""
+    """How long a store may take; None: as long as its own limits allow."""
     left_s = deadline.left(f"reading {path}")
     return None if math.isinf(left_s) else left_s
 
@@ -149,7 +149,7 @@ def _left_s(deadline: Deadline, path: StorePath) -> float | None:
 def read_each_replica(
     store: Store, path: StorePath, limit_bytes: int, deadline: Deadline = NEVER
 ) -> Iterator[bytes]:
-    """All of a small file from one replica after the other, those that answer."""
+    """All of a small file, from each replica in turn that answers."""
     location = store.locate(path, timeout_s=_left_s(deadline, path))
     if len(location.spans) != 1 or location.length > limit_bytes:
         return

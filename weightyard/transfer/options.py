@@ -1,4 +1,4 @@
-"""Options: what a program was told, refused before anything is done where it cannot be meant."""
+"""Options: arguments that cannot be meant are refused before anything is done."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from weightyard.errors import BadSetting
 
 
 def require_whole(name: str, value: object, least: int) -> None:
-    """Raises BadSetting: what came from a command line is often text still."""
+    """Raises BadSetting: what comes from a command line is often still text."""
     if not isinstance(value, Integral) or int(value) < least:
         raise BadSetting(f"{name}={value!r:.80}: a whole number of at least {least}")
 

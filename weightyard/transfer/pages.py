@@ -1,4 +1,4 @@
-"""Fresh memory in huge pages: the first touch of small ones costs more than reading into them."""
+"""Fresh memory in huge pages: touching small ones first costs more than reading into them."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ HUGE_BYTES = 2 * MIB
 def fresh_memory(length: int) -> np.ndarray:
     """Bytes that begin where a huge page may. Raises MemoryError.
 
-    An allocator puts its own notes before what it gives, so that nothing begins at such a place:
-    of 32 MiB two would lie in small pages, and cost as much to touch as the other thirty.
+    What an allocator gives begins behind its own notes, never at such a place: of 32 MiB two would
+    lie in small pages, and cost as much to touch as the other thirty.
     """
     for spare in (0, HUGE_BYTES):  # Linux 6.7 finds such a place by itself if the length fits
         try:

@@ -1,6 +1,6 @@
 """The pipeline of a read: packs are located, runs fetched and decoded, many at the same time.
 
-One thread, the caller's, decides; the others only do what they are told and post what came of it.
+The caller's thread decides; the others only do what they are told, and post the results to it.
 So nothing here needs a lock, and the caller's hooks are called in its own thread.
 """
 
@@ -34,7 +34,7 @@ _TICK_S = 0.1
 _LOCATOR_GRACE_S = 1.0
 
 Lost = tuple[Run, YardError]
-"""A run whose bytes are not where they were thought to be, and what was found there."""
+"""A run whose bytes are not where they were thought to be, and the error that showed it."""
 
 
 def how_many_more(limit: int, decoders: int, under_way: int, fetched: int) -> int:
@@ -133,8 +133,8 @@ class Pipeline:
         return self._lost
 
     def _let_go(self) -> None:
-        """Part with what has views of the caller's memory: errors that nobody heeded, and the
-        fetcher, which knows this pipeline, so that neither would go when it is done."""
+        """Drop what has views of the caller's memory: results nobody took, which may be errors, and
+        the fetcher. That refers to this pipeline: as a cycle, neither would be freed at once."""
         with suppress(queue.Empty):
             while True:
                 self._words.get_nowait()
@@ -210,7 +210,7 @@ class Pipeline:
             self._fetchers.submit(self._post, carry_out, self._carried_out, job)
 
     def _chase(self) -> None:
-        """Hedge the reads that take longer than their like."""
+        """Hedge the reads that take longer than others of their size."""
         now = time.monotonic()
         for job, race, due_at in self._due():
             if now < due_at:
@@ -226,7 +226,7 @@ class Pipeline:
             self._fetchers.submit(self._post, chase, self._chase_ended, job)
 
     def _due(self) -> Iterator[tuple[Job, Race[Fetched], float]]:
-        """The reads under way that may be hedged, those of bases too, and from when on."""
+        """The reads under way that may be hedged, also those of bases, and from when on."""
         for job in self._fetching:
             for one in (job, *job.bases):
                 race = one.race
@@ -234,7 +234,7 @@ class Pipeline:
                     yield one, race, race.due_at
 
     def _listen(self) -> None:
-        """Wait for a word, no longer than until something else is due, and heed it."""
+        """Wait for a posted result until something else is due at the latest, and act on it."""
         now = time.monotonic()
         wake_at = min(now + _TICK_S, self._deadline.at)
         for _, _, due_at in self._due():
@@ -251,7 +251,7 @@ class Pipeline:
         then: Callable[[Job, object, BaseException | None], None],
         job: Job,
     ) -> None:
-        """In another thread: do some work, and post what came of it."""
+        """In another thread: do some work, and post its result."""
         try:
             result = work()
         except BaseException as why:  # noqa: BLE001  the caller's thread raises it
@@ -293,7 +293,7 @@ class Pipeline:
         self._settle(job)
 
     def _settle(self, job: Job) -> None:
-        """The memory of a chase is free when it has ended and its job, which may use it, too."""
+        """Called when a chase and when its job has ended: only then is the chase's memory free."""
         if job not in self._chased:
             return
         if job in self._settling:

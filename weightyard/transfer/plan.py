@@ -1,4 +1,4 @@
-"""Planning reads: which stored bytes to fetch, and what to make of them. Pure."""
+"""Planning reads: which stored bytes to fetch, and where they go. Pure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from weightyard.names import BlockId, PackId
 from weightyard.storage.store import Read
 
 RUN_BYTES = 16 * MIB
-"""Neighbouring blocks are fetched together up to this much; a single block may have more."""
+"""Neighbouring blocks are fetched together up to this length; a single block may be longer."""
 
 GAP_BYTES = 64 * KIB
-"""Fetched and thrown away rather than asking twice."""
+"""A gap up to this length is fetched and thrown away rather than asking twice."""
 
 HOST_BYTES = 64 * MIB
 """What one run may need of memory besides its destination."""
 
 LEAST_HOST_BYTES = 5 * MIB
-"""What the hungriest chunk needs: its stored bytes, its base, that one's stored bytes, its own."""
+"""The most one chunk needs: its stored bytes, its base, the base's stored bytes, its raw bytes."""
 
 _BASE_FACTOR, _OTHER_FACTOR = 4, 2
 
@@ -42,8 +42,8 @@ class Wanted:
     into: memoryview
     """Writable bytes, as many as wanted."""
     on_chunks: OnChunks | None = None
-    """Merges planes itself: then chunks that are wanted whole may be left as planes. It is told,
-    from any thread, how they lie; what it is told last holds."""
+    """Set by a caller that merges planes itself: chunks wanted whole may then be left as planes. It
+    is told from any thread how they lie; what it is told last holds."""
 
     @property
     def end(self) -> int:
@@ -72,7 +72,7 @@ class BlockRead:
 
     @property
     def stored_bytes(self) -> int:
-        """Of the chunks, padding between them included."""
+        """Length of the stored chunks, with the padding between them."""
         return self._span[1]
 
     @property
@@ -89,14 +89,14 @@ class BlockRead:
 
     @property
     def whole(self) -> memoryview | None:
-        """The one buffer that takes all the chunks' raw bytes, if that is what is wanted."""
+        """The buffer that takes all raw bytes of the chunks, if one does."""
         if len(self.wanted) == 1 and self.wanted[0].into.nbytes == self.raw_bytes:
             return self.wanted[0].into
         return None
 
     @property
     def in_place(self) -> memoryview | None:
-        """The buffer that takes the stored bytes as they come: a raw block needs no decoding."""
+        """The same, if it takes the stored bytes as they come: a raw block needs no decoding."""
         return self.whole if self.encoding.codec is Codec.RAW and not self.encoding.base else None
 
     @property
@@ -106,7 +106,7 @@ class BlockRead:
 
     @property
     def base_scratch_bytes(self) -> int:
-        """Memory for the base's stored bytes, which are no more than its raw ones but for padding.
+        """Memory for the base's stored bytes: no more than its raw bytes and padding.
 
         A chunk has at most eight segments.
         """
@@ -126,7 +126,7 @@ class Stretch:
     start: int
     length: int
     into: memoryview | None
-    """Where they belong as they are; None: to scratch memory, to be decoded."""
+    """Where they belong, just as they are; None: scratch memory, as they are to be decoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +146,7 @@ class Run:
 
     @property
     def raw_bytes(self) -> int:
-        """What is wanted of it."""
+        """How many raw bytes are wanted of it."""
         return sum(want.into.nbytes for read in self.reads for want in read.wanted)
 
     @property
@@ -156,7 +156,7 @@ class Run:
 
     @property
     def stretches(self) -> tuple[Stretch, ...]:
-        """What to receive where. Gaps between encoded blocks are received with them."""
+        """What to receive where. Gaps between encoded blocks are received too."""
         made: list[Stretch] = []
         for read in self.reads:
             if (into := read.in_place) is not None:
@@ -183,7 +183,7 @@ class Run:
         )
 
     def lay_out(self, scratch: memoryview) -> tuple[list[Read], list[memoryview]]:
-        """What to read, and where each block's stored bytes are then: raw ones in their place."""
+        """What to read, and where each block's stored bytes are then: raw ones in place."""
         reads: list[Read] = []
         at = 0
         for stretch in self.stretches:
@@ -206,7 +206,7 @@ class Run:
         return reads, stored
 
     def lay_out_apart(self, scratch: memoryview) -> tuple[list[Read], list[memoryview]]:
-        """The same with nothing in place: as long as the run, all of it in scratch memory."""
+        """The same with nothing in place: all in scratch memory, which is as long as the run."""
         stored = [scratch[read.start - self.start :][: read.stored_bytes] for read in self.reads]
         return [Read(self.start, scratch[: self.length])], stored
 
@@ -219,7 +219,7 @@ def plan_reads(
     avoid: Collection[PackId] = (),
     gap_bytes: int = GAP_BYTES,
 ) -> tuple[Run, ...]:
-    """Every wanted byte fetched once, by few requests; what lies between two may be, too.
+    """Fetch every wanted byte once, by few requests, which may include gaps.
 
     No run needs more than `host_bytes` of memory besides its destination, so blocks may be read in
     parts. Packs to avoid are used only for what lies nowhere else. Raises FileMissing for a block
@@ -251,12 +251,12 @@ def wanted_of(manifest: Manifest, extents: Sequence[Extent], into: memoryview) -
 
 
 def standalone(placements: Sequence[Placement]) -> list[Placement]:
-    """Those that need no base; of a block that is one itself there is always such."""
+    """Those that need no base; a block that is a base always has one."""
     return [placement for placement in placements if placement.encoding.base is None]
 
 
 def _best(block: BlockId, placements: Sequence[Placement], avoid: Collection[PackId]) -> Placement:
-    """Standalone before delta (that needs its base too), then the shortest."""
+    """Standalone before delta, which needs its base too; then the shortest."""
     if not placements:
         raise FileMissing(f"block {block} lies in no pack of this store")
     return min(
@@ -298,7 +298,7 @@ def _chunk_runs(placement: Placement, wants: list[Wanted], host_bytes: int) -> I
 
 
 def _parts(want: Wanted, part_bytes: int) -> Iterator[Wanted]:
-    """What is wanted, cut where the block's parts of a size meet."""
+    """What is wanted, cut at every multiple of `part_bytes` in the block."""
     if want.offset // part_bytes == (want.end - 1) // part_bytes:
         yield want
         return
@@ -331,5 +331,5 @@ def _join(
 
 
 def _fitting(length: int) -> int:
-    """With room so that what lies behind it begins where vector instructions like it."""
+    """Rounded up, so that what follows begins at a multiple of 64, as suits vector instructions."""
     return -(-length // 64) * 64

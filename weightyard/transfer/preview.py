@@ -58,7 +58,7 @@ def _hashed(contents: Sequence[Content], progress: Callable[[int], None]) -> lis
 def _files(
     contents: Sequence[Content], names: Sequence[Sequence[BlockId]], missing: Set[BlockId]
 ) -> list[PushPlanFile]:
-    """What would be sent of each file. A block that several have is sent for the first of them."""
+    """What would be sent of each file. A block that several files have counts for the first."""
     unsent = set(missing)
     files = []
     for content, blocks in zip(contents, names, strict=True):

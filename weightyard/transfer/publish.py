@@ -42,7 +42,7 @@ def checked_publication(said: Mapping[str, Any]) -> Publication:
 
 
 def _showable(text: str) -> str:
-    """Half characters came in by a command line, and no terminal takes them."""
+    """A command line may give lone surrogates, which no terminal takes: escape them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -81,12 +81,12 @@ def store_manifest(
 ) -> None:
     """Have a manifest in the store, whoever else writes it too. Raises as the store does.
 
-    `is_new`: it is hardly there, and not looked for; if it is, that shows when it is published.
+    `is_new`: it is probably not there, so do not look first: publishing would find it.
     """
     upload.begin_manifest(ManifestFile(digest, len(stored)))
     options = FileOptions(replication=replication, counts_replicas=True)
     path = layout.manifest(digest)
-    # Closing a new file may wait half a second for HDFS.
+    # Looking first is worth it: closing a new file may wait half a second for HDFS.
     copies = None if is_new else copies_there(store, path, stored)
     if copies is None:
         try:
@@ -102,7 +102,7 @@ def store_manifest(
 
 
 def _require_same(store: Store, digest: Digest) -> None:
-    """What has the name is the same manifest, compressed by another zstd.
+    """See that the file with this name is the same manifest, compressed by another zstd.
 
     Raises ManifestInvalid.
     """

@@ -48,7 +48,7 @@ _RUN_SHARE = 4
 
 
 class ReadsBlocks(Protocol):
-    """What a Reader does, and whoever else can get at blocks. Thread-safe."""
+    """What a Reader does, and anything else that can read blocks. Thread-safe."""
 
     def read(
         self, wanted: Sequence[Wanted], progress: Callable[[int], None] | None = None, /
@@ -60,10 +60,10 @@ class ReadsBlocks(Protocol):
 class Reader:
     """Reads blocks of one store, in parallel. Thread-safe.
 
-    The nearest replica is asked, of equally near ones the least busy. One that fails, or whose
-    bytes fail their checksums, is passed over for the next one; one that is slow is raced against
-    the next one. Only when none is left does the read fail, with what the last one said. A pack
-    that is gone is looked up once more: it may have been rewritten meanwhile.
+    The nearest replica is asked, among equally near ones the least busy. If one fails, or its bytes
+    fail their checksums, the next one is asked; if one is slow, it is raced against the next. Only
+    when none is left does the read fail, with the last one's error. A pack that is gone is looked
+    up once more: it may have been rewritten meanwhile.
     """
 
     def __init__(
@@ -85,12 +85,12 @@ class Reader:
         """`threads`: the most fetches at once; by default 2 to 64, as the network rewards.
 
         `choose` orders replicas instead of distance and estimates. `timeout_s` is for each request.
-        `max_host_bytes` bounds the memory used besides the destination, by each read; what one had
-        is kept for the next. `decoders`: the most threads that decode for one, each with scratch
-        memory of its own besides; by default one for each core. `gap_bytes`: so much between what
-        is wanted is read and thrown away rather than asking twice. `on_event` is called in the
-        thread that reads. `learned`: what to know of the cluster, instead of what this process has
-        learned so far. `spare`: memory that other readers use, too. Raises BadSetting.
+        `max_host_bytes` bounds the memory that each read uses besides the destination; it is kept
+        for the next read. `decoders`: the most threads that decode for one read, each with scratch
+        memory of its own besides; by default one for each core. `gap_bytes`: gaps up to this length
+        are read and thrown away rather than asking twice. `on_event` is called in the thread that
+        reads. `learned`: what to know of the cluster, instead of what this process has learned so
+        far. `spare`: memory that other readers use, too. Raises BadSetting.
         """
         if max_host_bytes < _LEAST_MAX_HOST_BYTES:
             raise BadSetting(
@@ -125,8 +125,8 @@ class Reader:
 
         `progress` is told of raw bytes done, in this thread. `timeout_s` bounds the whole read
         (DeadlineExceeded), `cancel` ends it from another thread (Cancelled). After an error the
-        buffers' content is undefined; no thread writes to them any more. None is left but, for a
-        moment, such as still wait to be told where a pack lies.
+        buffers' content is undefined; no thread writes to them any more. The only threads left, for
+        a moment, are those still waiting to hear where a pack lies.
         """
         began = time.monotonic()
         stop = Cancel()
@@ -145,7 +145,7 @@ class Reader:
     def _carry_out(
         self, call: _Call, wanted: Sequence[Wanted], avoid: frozenset[PackId] = frozenset()
     ) -> list[Lost]:
-        """Look up, plan and read; returns what was not where the catalogue said."""
+        """Look up, plan and read. Returns the runs that were not where the catalogue said."""
         began = time.monotonic()
         placements = self._look_up((want.block for want in wanted), call.deadline)
         share = max(LEAST_HOST_BYTES, self._max_host_bytes // _RUN_SHARE)
@@ -230,7 +230,7 @@ class _Call:
 
 
 def read_pack_index(store: Store, pack: PackId) -> tuple[Placement, ...]:
-    """What a pack says it holds, by whichever replica has its index right.
+    """What a pack says it holds, from any replica whose index is right.
 
     Raises FileMissing, PackInvalid, UnknownFormat.
     """
@@ -261,7 +261,7 @@ def _index_of(
 def pack_index(
     pack: PackId, pack_bytes: int, read: Callable[[int, int], Buffer]
 ) -> tuple[Placement, ...]:
-    """The same for a pack wherever it is: `read` gives the bytes at an offset, so many."""
+    """The same for a pack wherever it is; `read` takes an offset and a length."""
     tail_bytes = min(TAIL_BYTES, pack_bytes)
     tail = read(pack_bytes - tail_bytes, tail_bytes)
     span = read_trailer(tail, pack_bytes)

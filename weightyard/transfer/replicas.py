@@ -1,4 +1,4 @@
-"""Which replica to read: the nearest, and of equally near ones the one that promises most. Pure."""
+"""Which replica to read: the nearest; among equally near ones, the most promising. Pure."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Place:
     """Where a reader is in the cluster's topology."""
 
     rack: str | None = None
-    """A path as Hadoop's topology has it, `/rack-b` or `/hall-2/rack-b`; None: nobody knows."""
+    """A path as in Hadoop's topology, `/rack-b` or `/hall-2/rack-b`; None: not known."""
     host: str | None = None
     """The name the cluster has for this host, if it runs a DataNode."""
 
@@ -57,11 +57,11 @@ class Outlook:
     """What to expect of a DataNode."""
 
     expected_s: float = 1.0
-    """For a megabyte more, beside what it is doing already."""
+    """How long a megabyte more would take, beside what it is doing already."""
     is_left_alone: bool = False
-    """It failed or was slow a short while ago, or is on trial after that and busy with it."""
+    """It failed or was slow a short while ago, or is busy with the one read that tries it again."""
     last_used: int = 0
-    """Greater: later."""
+    """The greater, the later."""
 
 
 def rank(
@@ -77,7 +77,7 @@ def rank(
             2 if doubts == 2 else int(outlook.is_left_alone),
             doubts,
             place.hops(replica),
-            # Estimates nearer to each other than their noise count as equal: those take turns.
+            # Estimates that differ by less than their noise are equal: such DataNodes take turns.
             round(math.log(max(outlook.expected_s, 1e-9), _NOISE)),
             outlook.last_used,
         )

@@ -32,7 +32,7 @@ class ReadEvent:
     kind: ReadEventKind
     pack: str
     datanode: str | None = None
-    """Which failed, is asked as well, or serves again."""
+    """The one that failed, is asked as well, or serves again."""
     reason: str = ""
 
 
@@ -44,11 +44,11 @@ class ReadReport:
     """What reading did. Times of stages are summed over threads, so they may exceed `wall_s`."""
 
     raw_bytes: int = 0
-    """Those that were wanted."""
+    """Raw bytes that were wanted."""
     decoded_bytes: int = 0
-    """Those of the chunks that were read for them: a chunk is the least that can be checked."""
+    """Raw bytes of the chunks read for them: a chunk is the least that can be checked."""
     stored_bytes: int = 0
-    """Those of bases, too, that deltas were read over."""
+    """Stored bytes that were read, including bases of deltas."""
     requests: int = 0
     by_path: Counter[ReadPath] = field(default_factory=Counter)
     """Stored bytes by the way they came."""
@@ -56,7 +56,7 @@ class ReadReport:
     by_host: Counter[str] = field(default_factory=Counter)
     by_distance: Counter[Distance] = field(default_factory=Counter)
     failed: list[str] = field(default_factory=list)
-    """What went wrong on the way and was got from elsewhere; the first of them."""
+    """What went wrong on the way and was then got from elsewhere: the first few."""
     failed_over: int = 0
     """Replicas that failed or had wrong bytes, each read counted."""
     hedged: int = 0

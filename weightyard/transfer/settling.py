@@ -1,7 +1,7 @@
-"""Settling: the records of what was done go into the store behind it, without anyone waiting.
+"""Settling: records of what was done are written into the store afterwards, in the background.
 
-What counts is in the database by then, and so is what is to be written: whoever comes next writes
-what a process that was killed did not.
+What counts is in the database by then, and so is what is still to be written: if this process is
+killed, the next one writes it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ENDING_S = 60.0
 
 
 class Settling(Closing):
-    """Writes out what waits, in a thread that ends when nothing does. Thread-safe.
+    """Writes out waiting records, in a thread that ends when none are left. Thread-safe.
 
     Nothing here raises: what could not be written is logged, as `yard.records_wait`, and waits on.
     """
@@ -30,11 +30,11 @@ class Settling(Closing):
         self._lock = threading.Lock()
         self._is_wanted = False
         self._is_ending = False
-        """The thread looks for nothing more to do. It is still waited for."""
+        """The thread no longer looks for more to do, but may not have ended yet."""
         self._thread: threading.Thread | None = None
 
     def soon(self) -> None:
-        """Have written what waits by now."""
+        """Have all records written that wait now, soon."""
         with self._lock:
             self._is_wanted = True
             if self._is_working and not self._is_ending:
@@ -49,8 +49,8 @@ class Settling(Closing):
                 _log.warning("yard.records_wait", reason=why)
 
     def wait(self, seconds: float = _ENDING_S) -> bool:
-        """Wait until there is nothing more to do, but not longer; whether that is so."""
-        with self._lock:  # held while a thread is begun: until then it cannot be waited for
+        """Wait until there is nothing more to do, at most so long. Returns whether that is so."""
+        with self._lock:  # `soon` holds it until the thread is started and can be joined
             thread = self._thread
         if thread is None:
             return True
@@ -73,7 +73,7 @@ class Settling(Closing):
                 _log.warning("yard.records_wait", reason=why)
 
     def _is_more(self) -> bool:
-        """Whether something is wanted. If not, this thread is not counted on from now on."""
+        """Whether there is more to do. If not, `soon` starts a new thread from now on."""
         with self._lock:
             is_wanted, self._is_wanted = self._is_wanted, False
             self._is_ending = not is_wanted

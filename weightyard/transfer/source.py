@@ -27,7 +27,7 @@ from weightyard.format.splitting import Piece
 from weightyard.names import BlockId
 
 _PASSING_BYTES = MIB
-"""Read at once of a file of which nothing is kept: what a core's own cache has room for."""
+"""How much is read at a time of a file that is only looked at: it fits a core's own cache."""
 
 _BY_ERRNO: dict[int, type[YardError]] = {
     errno.ENOENT: NoSuchThing,
@@ -68,7 +68,7 @@ class Source(ABC):
         return None
 
     def passing(self, offset: int, length: int) -> Iterator[memoryview]:
-        """The bytes in order, to be looked at once: what was given is gone when more is asked for.
+        """The bytes in order, to be looked at once: each part is overwritten by the next.
 
         Raises Conflict if the source is seen to have changed.
         """
@@ -87,7 +87,7 @@ class MemorySource(Source):
         self.length = self._data.nbytes
 
     def read_into(self, offset: int, into: memoryview) -> None:
-        # Not memoryview's way, which lets no other thread of Python run meanwhile.
+        # Not by assigning memoryviews, which keeps Python's other threads from running meanwhile.
         part = np.frombuffer(self._data[offset : offset + len(into)], np.uint8)
         np.copyto(np.frombuffer(into, np.uint8), part)
 
@@ -130,13 +130,13 @@ class FileSource(Source):
         while rest and (done := os.preadv(file, [rest], offset)):
             offset += done
             rest = rest[done:]
-        # Looked at last, so that what changed while it was read is noticed too.
+        # Looked at last, so that a change while it was read is noticed too.
         if rest or _state(os.fstat(file)) != self._state:
             raise Conflict(f"{self._path} changed while it was read: push it again")
 
 
 class _State(NamedTuple):
-    """By which a file is known to be the one it was; other bytes may be as many."""
+    """By which a change of a file is noticed; its length alone does not tell."""
 
     length: int
     modified_ns: int
@@ -148,9 +148,9 @@ def _state(status: os.stat_result) -> _State:
 
 @contextmanager
 def translated(path: Path) -> Iterator[None]:
-    """Turns what the system says of a file of this machine into the error tree, naming it.
+    """Turns the system's errors about a file of this machine into ours, which name the file.
 
-    What says nothing of the file, such as a failing disk or too many open files, may pass.
+    Those that are not about the file, such as a failing disk or too many open files, are Retryable.
     """
     try:
         yield
@@ -168,7 +168,7 @@ def piece_view(piece: Piece, sources: Sequence[Source]) -> memoryview | None:
 
 
 def piece_id(piece: Piece, sources: Sequence[Source]) -> BlockId:
-    """The name of the block a piece becomes. Of its bytes no copy is kept."""
+    """The name of the block a piece becomes. No copy of its bytes is kept."""
     return block_id_of(
         passing
         for part in piece.parts

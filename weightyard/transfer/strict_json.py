@@ -1,4 +1,4 @@
-"""Strict JSON: what others wrote, taken only if every part of a yard can keep it."""
+"""Strict JSON: what others wrote is accepted only if every part of a yard can keep it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from weightyard.records import MAX_LEVELS, is_long, nests_deeper
 
 
 def strict_json(text: bytes, *, levels: int = MAX_LEVELS) -> Any:
-    """The value, as JSON's specification says: no NaN, no half characters; and no NUL in texts.
+    """The value of a JSON text. Raises ValueError for what PostgreSQL cannot keep.
 
-    PostgreSQL keeps none of them. Nor may it nest deeper than so many levels. Raises ValueError.
+    That is NaN and lone surrogates, which JSON's specification forbids too, and NUL in texts. Nor
+    may the value nest deeper than `levels`.
     """
     try:
         value = msgspec.json.decode(text)

@@ -15,9 +15,9 @@ def run_together(
 ) -> None:
     """Run all calls, at most `threads` at once, begun in the order given.
 
-    They may be made while others run: the next but one is asked for when a thread is free. On the
-    first failure (or Ctrl-C) `stop` is set, calls not yet begun are dropped, those running are
-    waited for, and the failure is raised: no thread is left behind.
+    `calls` may make them while others run: one is asked for when a thread is free. On the first
+    failure (or Ctrl-C) `stop` is set, calls not yet begun are dropped, those running are waited
+    for, and the failure is raised: no thread is left behind.
     """
     together = _Together(stop or threading.Event())
     workers: list[threading.Thread] = []
@@ -25,8 +25,8 @@ def run_together(
         for call in calls:
             together.add(call)
             if len(workers) < threads:
-                # Of an executor there are none while the interpreter ends, when records are
-                # written of what was done last.
+                # Not an executor's: that starts no threads while the interpreter ends, when the
+                # last records are still being written.
                 worker = threading.Thread(target=together.work, name=f"{name}_{len(workers)}")
                 worker.start()
                 workers.append(worker)
@@ -56,14 +56,14 @@ class _Together:
             self._changed.notify_all()
 
     def wait(self, most: int) -> None:
-        """Wait until no more than that have not ended; raises the failure of one that failed."""
+        """Wait until at most so many calls have not ended. Raises the first failure of one."""
         with self._changed:
             self._changed.wait_for(lambda: self._under_way <= most or self._failure is not None)
             if self._failure is not None:
                 raise self._failure
 
     def end(self) -> None:
-        """Begin no call any more; if some have not ended, tell them to."""
+        """Begin no more calls; if some have not ended, tell them to."""
         with self._changed:
             self._is_over = True
             if self._under_way:

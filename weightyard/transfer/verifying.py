@@ -1,4 +1,4 @@
-"""Verifying: bytes held against the blocks they should be."""
+"""Verifying: whether bytes are those of the blocks they should be."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class _Part:
 
 
 def require_stored(encoding: Encoding, stored: memoryview) -> None:
-    """See that a block's stored bytes have their checksums, and zeros between segments.
+    """See that a block's stored bytes match their checksums, with zeros between segments.
 
-    Raises BlockCorrupt. All that can be seen without decoding: of a delta, without its base.
+    Raises BlockCorrupt. This is all that can be checked without decoding (a delta needs its base).
     """
     codec.verify(encoding, stored)
     for index, segment in enumerate(encoding.segments):
@@ -44,7 +44,7 @@ def require_stored(encoding: Encoding, stored: memoryview) -> None:
 
 
 def require_block(encoding: Encoding, stored: memoryview, base: Buffer | None = None) -> None:
-    """The same, and that the raw bytes are those the block's id and fold name.
+    """The same, and that the raw bytes match the block's id and fold.
 
     `base`: the raw bytes of a delta's base. Raises BlockCorrupt, and Refused for a base that does
     not fit.
@@ -58,7 +58,7 @@ def require_block(encoding: Encoding, stored: memoryview, base: Buffer | None = 
 
 
 def has_content(manifest: Manifest, file: FileEntry, source: Source) -> bool:
-    """Whether a file surely has the bytes its manifest says: every one of them was checked."""
+    """Whether a file surely has the bytes its manifest says, with every one checked."""
     try:
         require_content(manifest, file, source, all_of_it=True)
     except BlockCorrupt:
@@ -71,7 +71,7 @@ def require_content(
 ) -> None:
     """See that a file has the bytes its manifest says. Raises BlockCorrupt.
 
-    A block of which the file has a part only cannot be checked: its name is that of all its bytes.
+    A block of which the file has only a part cannot be checked: its name is a hash of all of it.
     It passes, unless `all_of_it` is to be checked.
     """
     if source.length != file.bytes:
@@ -108,5 +108,5 @@ def _whole(parts: Sequence[_Part], raw_bytes: int, source: Source) -> bytearray 
 
 
 def _is_same(raw: bytearray, part: _Part, source: Source) -> bool:
-    """Whether a part, of several with the same bytes perhaps, is what the block says."""
+    """Whether a part has the bytes of the block: several parts may repeat the same ones."""
     return raw[part.offset : part.end] == source.read_at(part.at, part.length)

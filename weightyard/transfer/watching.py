@@ -12,7 +12,7 @@ from weightyard.records import Version
 from weightyard.storage.cancel import Cancel
 
 Sighting: TypeAlias = Version | YardError
-"""The version a ref means, or why that cannot be told: NoSuchThing if it means none."""
+"""The version a ref means, or why that is not known: NoSuchThing if it means none."""
 
 
 def polled(resolve: Callable[[], Version], poll_s: float, stop: Cancel) -> Iterator[Sighting]:
@@ -23,7 +23,7 @@ def polled(resolve: Callable[[], Version], poll_s: float, stop: Cancel) -> Itera
 
 
 def sighted(resolve: Callable[[], Version]) -> Sighting:
-    """What a look gives."""
+    """The result of one look."""
     try:
         return resolve()
     except YardError as why:

@@ -12,7 +12,7 @@ from weightyard.transfer.replicas import Place
 
 
 class Whereabouts:
-    """This process's place: what it was told, else what DataNodes on its host give away.
+    """This process's place: as it was told, else as that of a DataNode on the same host.
 
     Thread-safe. Looks nothing up in the network: a name service that hangs must not hold a read.
     """
@@ -55,7 +55,7 @@ class Whereabouts:
 
 
 def is_own_address(address: str) -> bool:
-    """Whether an address is one of this host's: packets to it would come from it.
+    """Whether an address is one of this host's: packets sent to it would also come from it.
 
     Connecting a datagram socket chooses the sender's address and sends nothing.
     """

@@ -1,8 +1,8 @@
 """The writer: pieces become blocks, blocks become packs, packs become durable.
 
-In the order of the pieces, all at once: read and hash → claim what the store has → encode and
-prove what it has not → fill packs. Each pack: stage → publish → wait for replicas → tell the
-catalogue. Only that makes its blocks claimable.
+The steps run side by side, each in the order of the pieces: read and hash → claim what the store
+has → encode and prove the rest → fill packs. Each pack: stage → publish → wait for replicas → tell
+the catalogue. Only that last step makes its blocks claimable.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from weightyard.transfer.source import Source, piece_id, read_piece
 from weightyard.transfer.together import run_together
 
 _BATCH_PIECES = 1024
-"""Claimed in one call, at most: at 16 MiB a block, one call for 16 GiB."""
+"""The most pieces claimed in one call: at 16 MiB a block, one call for 16 GiB."""
 
 _PAGE_BYTES = 4096
 _ODD_BYTES = MIB
-"""Of short blocks that are kept back until the others are written."""
+"""The most stored bytes of odd blocks that are kept back until the others are written."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,25 +54,26 @@ class WriteOptions:
     replicas_timeout_s: float = 30.0
     compress: bool = True
     least_saving: float = 0.0
-    """A block that would become smaller by a lesser part is stored as it is: to have it sooner."""
+    """A block that encoding would shorten by a smaller part than this is stored raw, to be read
+    faster."""
     delta: Literal["off", "also", "only"] = "off"
-    """What to do with a block that is much like its base: store it whole, both ways, or as a delta.
+    """How to store a block that is much like its base: whole, both ways, or as a delta.
 
-    A delta is kept if it is worth it; `also` lets those who have nothing read the block whole.
+    A delta is kept only if it is worth it; with `also`, readers without the base read it whole.
     """
     pack_bytes: int = PACK_LIMIT_BYTES
     kept_bytes: int = 64 * MIB
-    """Of pieces claimed in one call, which are kept in memory until they are encoded.
+    """How much of the pieces claimed in one call is kept in memory until it is encoded.
 
-    After a call that found nothing new they are not, and what is new among them is read again.
+    After a call that found nothing new nothing is kept, and pieces that are new are read again.
     """
     threads: int = max(2, cores())
     """For hashing and encoding."""
     lanes: int = 2
-    """Packs being written at once. Each keeps deltas in memory until it is closed, other blocks
-    until they are written; these wait there, up to a pack of them while a lane has nothing to do.
+    """How many packs are written at once. Each keeps deltas in memory until it is closed, and other
+    blocks until they are written: up to a pack of them waits there while a lane has nothing to do.
 
-    They lie in buffers up to four times as long as what is stored, mostly hardly longer.
+    Their buffers are mostly hardly longer than what is stored, at most four times as long.
     """
 
     def hint(self, piece: Piece) -> Codec:
@@ -80,7 +81,7 @@ class WriteOptions:
         return piece.codec if self.compress else Codec.RAW
 
     def whole_hint(self, raw: memoryview, hint: Codec) -> Codec:
-        """The codec to store a block by that stands alone, by a probe of it."""
+        """The codec by which to store a block standalone; found by probing it."""
         if not self.least_saving or self.saves_enough(codec.estimate(raw, hint=hint), raw):
             return hint
         return Codec.RAW
@@ -88,7 +89,7 @@ class WriteOptions:
     def delta_bytes(
         self, raw: memoryview, base: memoryview, hint: Codec, whole_bytes: int
     ) -> int | None:
-        """About what a block takes as a delta, by a probe of it; None if that is not worth it."""
+        """About what a block takes as a delta, found by probing it; None if it is not worth it."""
         stored_bytes = codec.estimate(raw, hint=hint, base=base)
         is_worth_it = codec.worth_a_delta(stored_bytes, whole_bytes)
         return stored_bytes if is_worth_it and self.saves_enough(stored_bytes, raw) else None
@@ -98,7 +99,7 @@ class WriteOptions:
 
 
 def require_delta(delta: str) -> None:
-    """See that it is one of those there are. Raises BadSetting."""
+    """See that it is a value there is. Raises BadSetting."""
     if delta not in ("off", "also", "only"):
         raise BadSetting(f"delta={delta!r}: it is 'off', 'also' or 'only'")
 
@@ -114,9 +115,9 @@ class WriteReport:
     stored_bytes: int = 0
     """Of the packs written, footers included."""
     whole_bytes: int = 0
-    """What the new blocks take standalone; of those of which only a delta was kept, an estimate."""
+    """What the new blocks take standalone; for those kept only as deltas, an estimate."""
     based_bytes: int = 0
-    """What is stored of the new blocks that had a base, as a delta or whole."""
+    """What the new blocks that had a base take as they were stored, as a delta or whole."""
     based_whole_bytes: int = 0
     """What these take standalone, as in `whole_bytes`."""
     blocks: int = 0
@@ -141,7 +142,7 @@ class Content:
     bases: Mapping[int, BlockId] = field(default_factory=dict)
     """Number of a piece → a block of the same length that it may be much like."""
     into: Mapping[int, memoryview] = field(default_factory=dict)
-    """Number of a piece → memory of its length, of whoever wants to have its bytes afterwards."""
+    """Number of a piece → memory of its length, for a caller that wants its bytes afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +168,7 @@ class NewBlock:
     id: BlockId
     cut: Cut
     raw: memoryview | None
-    """Its bytes, in a buffer of ours; None: to be read again."""
+    """Its bytes, in one of our buffers or in `cut.into`; None: to be read again."""
     base: BlockId | None
     """A block to make a delta of, held by the upload."""
 
@@ -206,7 +207,7 @@ class Writer:
         """Put every piece into the store; returns the names of the blocks, content by content.
 
         Raises what the store and the sources raise, Conflict if a source changed meanwhile,
-        UnderReplicated, and Bug if a codec fails to give back what it was given.
+        UnderReplicated, and Bug if decoding does not give back what was encoded.
         """
         cuts = [
             Cut(piece, content.sources, content.bases.get(number), content.into.get(number))
@@ -273,8 +274,8 @@ class Writer:
     def _hash(self, cut: Cut, is_kept: bool) -> tuple[BlockId, memoryview | None]:
         """The name of a block, and its bytes if they are to be kept.
 
-        These are a copy even of what is in memory: training may go on meanwhile, and a tensor that
-        changed after it was hashed would be stored under another block's name.
+        They are a copy even if the source is in memory: training may go on meanwhile, and a tensor
+        that changed after it was hashed would be stored under the wrong name.
         """
         if not is_kept and cut.into is None:
             return piece_id(cut.piece, cut.sources), None
@@ -296,7 +297,7 @@ class Writer:
     def _encoded(
         self, blocks: Iterable[NewBlock], workers: ThreadPoolExecutor
     ) -> Iterator[ReadyBlock]:
-        """The blocks encoded, in order, a few of them ahead of need."""
+        """The blocks encoded, in order, a few of them ahead."""
         ahead: deque[Future[list[ReadyBlock]]] = deque()
         try:
             for block in blocks:
@@ -330,12 +331,12 @@ class Writer:
         used, unused = (raw, room) if whole.encoding.codec is Codec.RAW else (room, raw)
         self._buffers.give(unused)
         again = partial(self._stored_again, block.cut, whole_hint, whole.encoding)
-        is_kept = used is block.cut.into  # by someone else, whether it is written or not
+        is_kept = used is block.cut.into  # by the caller, whether it is written or not
         ready = ReadyBlock(whole) if is_kept else self._ready(whole, used, again)
         return [ready, *([delta] if delta is not None else [])]
 
     def _stored_again(self, cut: Cut, hint: Codec, encoding: Encoding) -> memoryview:
-        """What was stored of a block before. Raises Conflict if its source has changed."""
+        """Encode a block once more, as it was stored. Raises Conflict if its source has changed."""
         raw = cut.into
         if raw is None:
             raw = np.empty(cut.piece.raw_bytes, np.uint8).data
@@ -352,10 +353,10 @@ class Writer:
     def _ready(
         self, encoded: codec.Encoded, buffer: memoryview, again: Again | None = None
     ) -> ReadyBlock:
-        """A block to be written, moved out of a buffer that is much too long for it.
+        """A block to be written, moved to a shorter buffer if its own is much too long.
 
-        What is stored in a pack is bounded, and buffers may be kept until it is closed: those of
-        blocks that shrink to nothing would be as long as the blocks were.
+        Buffers may be kept until a pack is closed. A pack bounds only what is stored in it: without
+        this, blocks that shrink to almost nothing would keep buffers as long as they were raw.
         """
         stored = encoded.stored
         if 2 * stored.nbytes >= buffer.nbytes:
@@ -374,7 +375,7 @@ class Writer:
         base_raw = self._buffers.take(raw.nbytes)
         try:
             self._bases.read([Wanted(base, 0, base_raw)])
-            # Estimates: encoding both ways to keep one costs a training as much again.
+            # Estimated first: encoding both ways to keep one would cost a training twice as much.
             whole_bytes = codec.estimate(raw, hint=whole_hint)
             if self._options.delta_bytes(raw, base_raw, hint, whole_bytes) is None:
                 return None
@@ -392,7 +393,7 @@ class Writer:
         return self._ready(delta, room)
 
     def _read_again(self, block: NewBlock) -> memoryview:
-        """Raises Conflict if it is not what was hashed."""
+        """Read a block's bytes again. Raises Conflict if they are not those that were hashed."""
         raw = block.cut.read(self._buffers)
         _require_same(block.id, raw)
         return raw
@@ -437,10 +438,10 @@ class Writer:
 
 
 def _odd_last(blocks: Iterable[ReadyBlock]) -> Iterator[ReadyBlock]:
-    """The same, short ones that are not whole pages behind the others.
+    """The same blocks; short ones that are not whole pages come behind the others.
 
-    Before them, such as the header of a file, they would move all others by a part of a page. Long
-    raw blocks that begin alike in every pack can be mapped behind each other (docs/design/0009).
+    In front, like the header of a file, they would move all others by a part of a page. Long raw
+    blocks that all begin alike within a page can be mapped as one run (docs/design/0009).
     """
     waiting: list[ReadyBlock] = []
     waiting_bytes = 0
@@ -455,7 +456,7 @@ def _odd_last(blocks: Iterable[ReadyBlock]) -> Iterator[ReadyBlock]:
 
 
 def _within(limit_bytes: int, cuts: Sequence[Cut]) -> Sequence[Cut]:
-    """The first ones, at least one, that are together no longer."""
+    """The first cuts, at least one, that together are no longer than the limit."""
     ends = accumulate(cut.piece.raw_bytes for cut in cuts)
     return cuts[: max(1, sum(end <= limit_bytes for end in ends))]
 
