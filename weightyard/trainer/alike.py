@@ -1,8 +1,8 @@
 """Alike: what several ranks call by one name is one tensor, and a checkpoint has one of it.
 
-One rank saves for all what all have. A tensor of another shape that another rank calls by the same
-name, such as a layer of another stage of a pipeline, would not be saved at all, and no resume could
-tell whose it loads.
+What all ranks have, one of them saves for all. If another rank had a tensor of another shape by the
+same name, such as a layer of another pipeline stage, it would not be saved at all, and no resume
+could tell whose tensor it loads.
 """
 
 from __future__ import annotations

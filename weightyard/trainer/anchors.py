@@ -1,9 +1,9 @@
-"""Anchors: what the checkpoints that follow are stored as deltas of.
+"""Anchors: checkpoints of which those that follow are stored as deltas.
 
 An anchor is a save whose new blocks are all stored standalone. Its raw bytes stay at hand, in host
 memory or on a local disk, as far as a budget allows; blocks beyond it have no base, and are stored
-standalone ever after. Every rank has its own, of the boxes it writes. The memory is where the
-writer reads an anchor's pieces to, before it hashes and encodes them: nothing is copied for it.
+standalone ever after. Every rank has its own, of the boxes it writes. The writer reads an anchor's
+pieces right into that memory, before it hashes and encodes them: nothing is copied for it.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ ANCHOR_BYTES = 2048 * MIB
 """Raw bytes kept at hand by each rank, unless told otherwise."""
 
 WORTH_AN_ANCHOR = 0.6
-"""Stored over standalone size of blocks that had a base, over which a save should be an anchor."""
+"""If blocks with a base take more than this part of their standalone size, an anchor is due."""
 
 _PROBED_PIECES = 12
-"""Of a save, to see beforehand what deltas would come to."""
+"""How many pieces of a save are probed, to see beforehand how large deltas would be."""
 
 
 class Anchors(Closing):
     """One rank's last anchor. Gives a writer the bases of deltas, where these are worth it.
 
-    Call order for each save: prepared → (the writer reads) → note. A save that failed is not noted:
-    what comes next is stored as if it had not been tried.
+    Call order for each save: prepared → (the writer reads) → note. A failed save is not noted: the
+    next one is stored as if it had not been tried.
     """
 
     def __init__(
@@ -80,9 +80,9 @@ class Anchors(Closing):
         self._at_hand: _AtHand = _InMemory() if folder is None else _OnDisk(folder)
         self._parent: Manifest | None = None
         self._before: Mapping[int, BlockId] = {}
-        """Of the save under way: number of a piece → the block at its place in the anchor."""
-        self._changed: set[BlockId] = set()  # blocks of the anchor that a later save had not
-        self._chosen: list[int] = []  # pieces to be kept of the anchor under way
+        """For the save under way: number of a piece → the block at its place in the anchor."""
+        self._changed: set[BlockId] = set()  # blocks of the anchor that a later save replaced
+        self._chosen: list[int] = []  # pieces of the anchor under way that are to be kept
         self._since = 0
         self._is_due = True
 
@@ -97,8 +97,8 @@ class Anchors(Closing):
         return self._at_hand.kept_bytes
 
     def prepared(self, content: Content) -> Content:
-        """What is to be saved, with the bases of its pieces; or, if an anchor is due, with memory
-        to read them into."""
+        """What is to be saved, with bases for its pieces; or, if an anchor is due, with memory to
+        read the pieces into."""
         self._before = {}
         if self._parent is not None:
             self._before = bases_of(content.split, self._parent)
@@ -110,9 +110,9 @@ class Anchors(Closing):
         return replace(content, bases=at_hand)
 
     def _is_worth_it(self, content: Content, at_hand: Mapping[int, BlockId]) -> bool:
-        """Whether deltas will be small enough, by probes of some of the pieces that changed.
+        """Whether deltas will be small enough; probes some of the pieces that changed.
 
-        All of them would be encoded only to find out that this should have been an anchor.
+        Without, all of them would be encoded only to find that this should have been an anchor.
         """
         stored_bytes = all_bytes = 0
         step = -(-len(at_hand) // _PROBED_PIECES)
@@ -131,7 +131,7 @@ class Anchors(Closing):
         """Fill every buffer with bytes of the anchor's blocks. Raises as the store does."""
         for want in wanted:
             raw = self._at_hand.read(want.block)
-            # A delta against wrong bytes would pass every check but that of who reads it.
+            # A delta against wrong bytes would be noticed only when it is read.
             if raw is not None and block_id(raw) == want.block:
                 want.into[:] = raw[want.offset : want.end]
                 continue
@@ -139,14 +139,14 @@ class Anchors(Closing):
             self._store.read([want])
 
     def note(self, content: Content, blocks: Sequence[BlockId], report: WriteReport) -> None:
-        """Say what the save of a prepared content came to."""
+        """Take note of a save of prepared content that has succeeded."""
         if self._is_due:
             self._keep(content, blocks)
             self._since, self._is_due = 0, False
         else:
             self._since += 1
             self._changed |= set(self._before.values()) - set(blocks)
-        # Of what no anchor gives a base, such as bundles of small tensors, nothing is to be judged.
+        # What can have no base, such as bundles of small tensors, is left out of the judgement.
         whole_bytes = report.based_whole_bytes
         left = report.based_bytes / whole_bytes if whole_bytes else 0.0
         if self._since >= self._every - 1 or (self._since and left > WORTH_AN_ANCHOR):
@@ -159,7 +159,7 @@ class Anchors(Closing):
     def _room(self, split: Split) -> Mapping[int, memoryview]:
         """Memory for the pieces to be kept: as many as fit the budget.
 
-        Those first whose block changed since the anchor before, which may change again.
+        First those whose block changed since the last anchor: they may well change again.
         """
         before = self._before
         room_bytes = 0
@@ -193,7 +193,7 @@ class Anchors(Closing):
 
 
 def _as_manifest(share: Share, block_bytes: int) -> Manifest:
-    """A share in the form in which bases are looked up; of the version it is only a part."""
+    """A share as a manifest, in which bases are looked up; it has only a part of the version."""
     return Manifest(MANIFEST_FORMAT, block_bytes, share.blocks, (), share.tensors)
 
 
@@ -210,12 +210,12 @@ class _AtHand(Closing):
 
     @abstractmethod
     def room(self, lengths: Mapping[int, int]) -> Mapping[int, memoryview]:
-        """Forget all blocks. Memory where to put those that will be kept, by their numbers; none
-        if they are kept elsewhere. Raises OSError, YardError."""
+        """Forget all blocks. Returns memory for those that will be kept, by their numbers; none if
+        they are kept elsewhere. Raises OSError, YardError."""
 
     @abstractmethod
     def keep(self, block: BlockId, raw: memoryview) -> None:
-        """Keep a block's bytes, which lie in the memory given, if any was. Raises StoreFull."""
+        """Keep a block's bytes; if `room` gave memory, they lie there. Raises StoreFull."""
 
     @abstractmethod
     def read(self, block: BlockId) -> memoryview | None:
@@ -223,7 +223,7 @@ class _AtHand(Closing):
 
 
 class _InMemory(_AtHand):
-    """In one piece of memory, for anchor after anchor: fresh pages cost more than a copy."""
+    """Keeps one anchor after the other in the same memory: fresh pages cost more than a copy."""
 
     def __init__(self) -> None:
         self._kept: dict[BlockId, memoryview] = {}
@@ -236,8 +236,8 @@ class _InMemory(_AtHand):
         self._forget()
         room_bytes = sum(lengths.values())
         if self._memory.size < room_bytes:
-            # NumPy's own would be huge pages, for which a machine whose memory is full of files
-            # moves those about first: that takes three times as long as the copy.
+            # NumPy would ask for huge pages. A machine whose memory is full of cached files has to
+            # move those about first, which takes three times as long as the copy.
             flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
             self._memory = np.frombuffer(mmap.mmap(-1, room_bytes, flags=flags), np.uint8)
         ends = accumulate(lengths.values())
@@ -297,7 +297,7 @@ class _OnDisk(_AtHand):
         except OSError as why:
             _log.warning("anchor.not_read", folder=self._folder, reason=why)
             return None
-        return None if rest else raw  # the file was cut short: what is in memory there is anything
+        return None if rest else raw  # None: the file was cut short
 
     def close(self) -> None:
         self._places = {}

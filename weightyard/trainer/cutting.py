@@ -29,7 +29,7 @@ from weightyard.transfer.source import Source
 from weightyard.transfer.writer import Content
 
 _MADE_TENSORS = 2
-"""Kept of those a planner makes anew whenever it is asked: hashing and encoding go in order."""
+"""How many tensors that a planner makes on request are kept: hashing and encoding go in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +41,11 @@ class TensorBox:
     tensor_shape: tuple[int, ...]
     shape: BoxShape
     take: Callable[[], torch.Tensor]
-    """Gives its elements, wherever they are; always the same ones."""
+    """Gives the tensor with its elements, wherever it is; always with the same values."""
     is_made: bool
     """Whether they are made when they are taken, and gone afterwards."""
     storage: Hashable | None
-    """Equal for boxes that are one and the same memory; None for one of its own."""
+    """Equal for boxes that are one and the same memory; None: it is no other box's."""
 
 
 def boxes_of(items: Sequence[WriteItem], planner: SavePlanner) -> list[TensorBox]:
@@ -60,9 +60,9 @@ def boxes_of(items: Sequence[WriteItem], planner: SavePlanner) -> list[TensorBox
             raise Refused(
                 f"{item.index.fqn}: planned as {tuple(chunk.sizes)}, but is {tuple(tensor.shape)}"
             )
-        # What a planner makes for us (a cast, say) is made again when it is needed: all of it at
-        # once would be a second copy of the state. Only the state's own memory has an address that
-        # means something.
+        # What a planner makes for us (a cast, say) is made again whenever it is needed: kept all at
+        # once it would be a second copy of the state. It has another address each time, while the
+        # state's own memory stays where it is.
         is_made = _resolved(item, planner).data_ptr() != tensor.data_ptr()
         boxes.append(
             TensorBox(
@@ -121,7 +121,7 @@ def cut(boxes: Sequence[TensorBox], block_bytes: int) -> Content:
 class TensorSource(Source):
     """A box's elements in row-major order, wherever they are and however they are laid out.
 
-    Only what is asked for is copied, and nothing that lies on the host in one piece, for good.
+    Copies only what is asked for, and keeps no copy.
     """
 
     def __init__(self, box: TensorBox) -> None:
@@ -135,7 +135,7 @@ class TensorSource(Source):
         at = 0
         for run in _runs(tensor, offset // width, (offset + len(into)) // width):
             data = bytes_of(run.to("cpu").contiguous())
-            # Not memoryview's way, which lets no other thread of Python run meanwhile.
+            # Not by assigning memoryviews, which keeps Python's other threads from running.
             part = np.frombuffer(into[at : at + data.nbytes], np.uint8)
             np.copyto(part, np.frombuffer(data, np.uint8))
             at += data.nbytes
@@ -152,7 +152,7 @@ class TensorSource(Source):
 def _runs(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]:
     """The elements start … stop - 1 in row-major order, in runs that can be copied at once.
 
-    A slice of a large tensor that is laid out otherwise must not cost a copy of all of it.
+    A part of a large tensor that is not contiguous must not cost a copy of all of it.
     """
     if tensor.is_contiguous():
         yield tensor.reshape(-1)[start:stop]
@@ -171,10 +171,10 @@ def _runs(tensor: torch.Tensor, start: int, stop: int) -> Iterator[torch.Tensor]
 
 
 def manifest_of_shares(shares: Sequence[Share], block_bytes: int) -> Manifest:
-    """The manifest of a checkpoint from what its ranks have of it.
+    """The manifest of a checkpoint from the shares of its ranks.
 
-    A tie stays if each rank that wrote a box of the tensor saw it, with the first tensor's box
-    beside it; where replicas of the two were written by different ranks, none did.
+    A tie is kept if each rank that wrote a box of the tensor saw it, with the first tensor's box
+    beside it; if the two tensors were written by different ranks, none of them saw it.
     Raises ManifestInvalid if the shares do not make a whole checkpoint, Refused.
     """
     ties: dict[str, set[str | None]] = defaultdict(set)

@@ -1,7 +1,7 @@
 """The state of communication hooks, which compress gradients: some of them remember.
 
 PowerSGD keeps on each rank what it did not send yet, and adds it to the next gradients. A run
-resumed without that would train on.
+resumed without that would go on training, but not as before.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ def is_hook(value: object) -> bool:
 def hook_states(
     modules: Mapping[str, torch.nn.Module], named: Collection[object]
 ) -> Iterator[tuple[str, DistributedDataParallel, Any]]:
-    """The states that remember, of hooks registered with these modules; `named`: but for these.
+    """The states of hooks registered with these modules that remember something, but for `named`.
 
-    Each goes by the name of its module and "hook". Of one that is not known a log line says that it
-    is not saved.
+    Each is named by its module and "hook". If a hook's state is of an unknown kind, a log line says
+    that it is not saved.
     """
     for name, outer in modules.items():
         for path, module in outer.named_modules(prefix=name):
@@ -76,7 +76,7 @@ class HookState:
     """Makes the state of a hook obey torch's Stateful. All ranks load it together."""
 
     def __init__(self, hook: Any, modules: Iterable[torch.nn.Module]) -> None:
-        """`modules`: those of the run; the gradients of one that is in DDP pass the hook."""
+        """`modules`: those of the run. Gradients pass the hook if exactly one of them is in DDP."""
         self._hook = hook
         wrapped = [one for one in modules if isinstance(one, DistributedDataParallel)]
         self._module = wrapped[0] if len(wrapped) == 1 else None
@@ -102,11 +102,11 @@ class HookState:
             kind, words, *rest = state["rng"]
             self._hook.rng.set_state((kind, words.numpy().astype(np.uint32), *rest))
         if order is None:
-            # In the first step it would be added to the gradients of other parameters.
+            # Otherwise the first step would add it to the gradients of other parameters.
             self._forget(_BY_BUCKET, "it is not known how the buckets were arranged")
 
     def forget_unsent(self) -> None:
-        """What the ranks had not sent yet belongs to none of another number of ranks."""
+        """Drop what ranks had not sent yet: with another number of ranks it is of none of them."""
         self._forget((_UNSENT,), "another number of ranks")
 
     def _forget(self, keys: Sequence[str], reason: str) -> None:
@@ -118,9 +118,9 @@ class HookState:
 
 
 def order_of_gradients(module: DistributedDataParallel) -> list[int] | None:
-    """The order in which DDP's buckets have the parameters, by number; None in its first steps.
+    """The order of the parameters in DDP's buckets, by number; None in its first steps.
 
-    It arranges them after its first backward, as gradients came.
+    DDP arranges the buckets after its first backward, in the order in which gradients came.
     """
     logged = module._get_ddp_logging_data()  # type: ignore[no-untyped-call]
     told = logged.get("rebuilt_per_bucket_param_indices")

@@ -1,4 +1,4 @@
-"""Host: what of its cores and its memory a rank may use."""
+"""Host: how many of its cores, and how much of its memory, a rank may use."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OWN_CGROUPS = Path("/proc/self/cgroup")
 
 
 def ranks_here() -> int:
-    """How many torchrun has started on this host; 1 where it has not."""
+    """How many ranks torchrun has started on this host; 1 without torchrun."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return max(1, int(ranks) if ranks.isdecimal() else 1)
 
@@ -29,11 +29,11 @@ def share_of_memory() -> int:
 
 
 def cgroup_limits(own: Path = _OWN_CGROUPS, root: Path = _CGROUPS) -> list[int]:
-    """The bytes of memory that each control group may have in which this process is.
+    """The memory limits, in bytes, of the control groups that this process is in.
 
-    That of an outer group holds for what is in it. `own` has lines `number:controllers:path`, with
-    number 0 and no controllers for version 2 (cgroups(7)). A container may not see its group by
-    that path, but as the root.
+    The limit of an outer group holds for its inner ones. `own` has lines `number:controllers:path`,
+    with number 0 and no controllers for version 2 (cgroups(7)). A container may see its group not
+    at that path, but as the root.
     """
     try:
         lines = own.read_text().splitlines()

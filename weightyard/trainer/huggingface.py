@@ -42,10 +42,10 @@ class YardCallback(TrainerCallback):
         trainer.train(resume_from_checkpoint=callback.checkpoint())
         callback.run.publish("team/bert", alias="candidate")
 
-    A step counts as done when the trainer has logged and evaluated: what it logged for this step
-    are the metrics of the checkpoint. The end of the training is saved, too. For one process or the
-    ranks of DDP, which all do the same; what FSDP shards the trainer resumes only from files of its
-    own kind.
+    A step counts as done when the trainer has logged and evaluated: what it logged for the step
+    becomes the checkpoint's metrics. The end of the training is saved, too. For one process, or the
+    ranks of DDP, which all have the same; with FSDP the trainer resumes only from files of its own
+    kind.
     """
 
     def __init__(self, yard: Yard, run: str, **options: Any) -> None:
@@ -62,10 +62,10 @@ class YardCallback(TrainerCallback):
     def checkpoint(self) -> str | None:
         """For `resume_from_checkpoint`: what the run resumes from; None if it has no checkpoint.
 
-        That is the newest one that is whole, or that of the option `load_step`. A folder of this
-        process with what the trainer asks for, its state and the weights; all the rest comes from
-        the yard. It is gone when the training begins, or the callback is closed. All ranks call it.
-        Raises NoSuchThing if something else made the checkpoint.
+        That is the newest one that is whole, or that of the option `load_step`. Returns a folder of
+        this process with what the trainer asks for, its state and the weights; all the rest comes
+        from the yard. The folder is gone when the training begins or the callback is closed. All
+        ranks call it. Raises NoSuchThing if something else made the checkpoint.
         """
         step = self._options.get("load_step")
         name = ModelName.parse(self._name)
@@ -85,7 +85,7 @@ class YardCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Raises Refused unless the trainer was told to resume what there is to resume."""
+        """Raises Refused unless the trainer begins at the step of the run's checkpoint."""
         self.close()
         optimizer = kwargs["optimizer"]
         self._state.trainer = state
@@ -112,7 +112,7 @@ class YardCallback(TrainerCallback):
                     f"to be damaged, YardCallback(load_step={step})"
                 )
             opened.pop_all()
-        # Going to a place inside an epoch draws random numbers that were drawn before it was saved.
+        # To skip to a place inside an epoch the trainer draws the same random numbers once more.
         is_inside = step > 0 and not float(state.epoch or 0).is_integer()
         self._random = Rng().state_dict() if is_inside else None
 
@@ -155,7 +155,7 @@ class YardCallback(TrainerCallback):
     def close(self) -> None:
         """End what is under way, and the run; remove the folder of `checkpoint`.
 
-        Raises what saving failed of.
+        Raises why saving failed.
         """
         self._forget_folder()
         if self.run is not None:
@@ -163,7 +163,7 @@ class YardCallback(TrainerCallback):
             run.close()
 
     def _fill_folder(self, ref: str, group: dist.ProcessGroup | None) -> None:
-        """What the trainer asks for of a checkpoint."""
+        """Write the files of a checkpoint that the trainer asks for."""
         saved = load_values(self._yard, ref, _TRAINER, group=group)[_TRAINER]
         if not isinstance(saved, dict) or not isinstance(saved.get("json"), str):
             raise Damaged(f"{ref}: its {_TRAINER} is not the state of a trainer")
@@ -175,7 +175,7 @@ class YardCallback(TrainerCallback):
         save_file(_apart(own), Path(self._folder, "model.safetensors"))
 
     def _count(self) -> None:
-        """Say that a step is done, unless that was said."""
+        """Tell the run that a step is done, once for each step."""
         if not self._is_counted and self.run is not None:
             self._is_counted = True
             metrics, self._metrics = self._metrics, {}  # the next step has its own
@@ -188,7 +188,7 @@ class YardCallback(TrainerCallback):
 
 
 def _apart(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors that share no memory, as the file format wants it: of those that did, copies."""
+    """Tensors that share no memory, as the file format wants it: those that did are copied."""
     apart: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, one in tensors.items():

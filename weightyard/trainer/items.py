@@ -72,7 +72,7 @@ class Destinations:
         return Planned(origin, asked, to, plans, frozenset(passing))
 
     def take(self, number: int, tensor: torch.Tensor) -> None:
-        """A tensor is whole: bring it where it belongs, and tell the planner."""
+        """A tensor is whole: put it where it belongs, and tell the planner."""
         into = self._tensors[number]
         if tensor is not into:
             with torch.no_grad():
@@ -111,7 +111,7 @@ def require_objects(items: Iterable[ReadItem], planner: LoadPlanner) -> None:
 def give_objects(
     items: Iterable[ReadItem], planner: LoadPlanner, objects: Mapping[str, Any]
 ) -> None:
-    """Bring what is no tensor into the state dict. Raises NoSuchThing."""
+    """Put what is no tensor into the state dict. Raises NoSuchThing."""
     for item in items:
         if item.type != LoadItemType.BYTE_IO:
             continue

@@ -32,7 +32,7 @@ class Job(Closing):
         self.group: dist.ProcessGroup | None = None
         """For saving and loading checkpoints."""
         self.patience_s = 0.0
-        """How long the ranks wait for one: it may still build or compile what it trains."""
+        """How long ranks wait for each other: one may still build or compile what it trains."""
         self._wishes: _Wishes | None = None
         if dist.is_available() and dist.is_initialized():
             self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
@@ -46,9 +46,9 @@ class Job(Closing):
         return self.rank == 0
 
     def first(self, step: Callable[[], _Told], doing: str) -> _Told:
-        """What the first rank's step comes to, a value of JSON, told to all.
+        """The result of the first rank's step, a value of JSON, told to all.
 
-        Raises what it raises, on the others RankFailed.
+        Raises what it raises; on the others, RankFailed.
         """
 
         def told() -> bytes:
@@ -58,14 +58,14 @@ class Job(Closing):
         return answer
 
     def all(self, step: Callable[[], _Told], doing: str) -> list[_Told]:
-        """What each rank's step comes to, a value of JSON, told to all. Raises as `each`."""
+        """The results of every rank's step, values of JSON, told to all. Raises as `each`."""
         told = self._others().tell(lambda: json.dumps(step()).encode(), doing)
         return [json.loads(one) for one in told]
 
     def each(self, step: Callable[[], _Told], doing: str) -> _Told:
-        """What this rank's step comes to, when all have done theirs.
+        """The result of this rank's step, once all have done theirs.
 
-        Raises what it raises, and RankFailed where another rank's failed: no rank goes on alone.
+        Raises what it raises, and RankFailed if another rank's failed: no rank goes on alone.
         """
         answers: list[_Told] = []
 
@@ -77,7 +77,7 @@ class Job(Closing):
         return answers[0]
 
     def at_length(self, step: Callable[[], _Told], doing: str) -> _Told:
-        """As `each`, for a step that may take longer than ranks wait for one that says nothing."""
+        """As `each`, for a step that may take longer than ranks wait for a silent one."""
         if self.group is None:
             return step()
         with ThreadPoolExecutor(1, "weightyard-step") as beside:
@@ -87,14 +87,14 @@ class Job(Closing):
                 wait([begun], SLICE_S)
                 if not begun.done():
                     return b""
-                begun.result()  # raises what it failed of
+                begun.result()  # raises its error
                 return DONE
 
             tell_until_done(self._others(), go_on, doing)
         return begun.result()
 
     def together(self, step: Callable[[], _Told], doing: str) -> _Told:
-        """As `each`, by one number for all ranks: cheap enough for every save, and says less."""
+        """As `each`, but exchanges only one number: cheap enough for every save, and says less."""
         failure: BaseException | None = None
         answers: list[_Told] = []
         try:
@@ -114,7 +114,7 @@ class Job(Closing):
         return answers[0]
 
     def any_wish(self, *wishes: int) -> list[int]:
-        """The greatest that some rank wished of each at the last step; a process alone: wishes now.
+        """For each wish, the greatest value of any rank at the last step; alone: the wishes now.
 
         0 wishes nothing. All ranks get the same answer at the same step, and none waits for
         another: the wishes of a step travel while the next one is computed. Raises RankFailed.
@@ -140,9 +140,10 @@ def _new_group(patience: timedelta) -> dist.ProcessGroup:
 
 
 def _patience() -> timedelta:
-    """How long the ranks wait for one: as in the training, where that was given more time.
+    """How long ranks wait for each other: as long as in the training, if that was given more time.
 
-    torch's new groups do not ask. The first rank may evaluate for an hour between two steps.
+    torch's new groups do not take that over, and the first rank may evaluate for an hour between
+    two steps.
     """
     training = dist.group.WORLD
     assert training is not None
@@ -163,7 +164,7 @@ class _Wishes(Closing):
     def exchanged(self, wishes: tuple[int, ...]) -> list[int]:
         try:
             heard = self._heard()
-            # What is granted in this step, on all ranks, is not wished again in it.
+            # What all ranks are granted in this step is not wished once more in it.
             still = [0 if heard and heard[at] else wish for at, wish in enumerate(wishes)]
             wished = torch.tensor(still, dtype=torch.int32)
             work = dist.all_reduce(wished, dist.ReduceOp.MAX, self._group, async_op=True)

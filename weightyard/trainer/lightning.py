@@ -38,10 +38,10 @@ _LIGHTNINGS_WEIGHTS = "state_dict"
 class YardCheckpointIO(CheckpointIO):  # type: ignore[misc]
     """Saves, loads and removes Lightning's checkpoints as those of a run.
 
-    For strategies that have Lightning save whole state dicts: one device, DDP. Its first rank saves
-    for all, and they load together. The first save takes the run over: a job from before can
-    save no more, nor can one that was there before and had not saved yet. Lightning shows what is
-    to be saved when it saves, not before: that is when what cannot be saved is refused.
+    For strategies by which Lightning saves whole state dicts: one device, DDP. Its first rank saves
+    for all, and all load together. The first save takes the run over: older jobs can then save no
+    more, even those that had not saved yet. Lightning shows what is to be saved only when it saves:
+    so what cannot be saved is refused only then.
 
         io = YardCheckpointIO(yard, "team/run42")
         trainer = Trainer(plugins=[io], …)
@@ -66,8 +66,8 @@ class YardCheckpointIO(CheckpointIO):  # type: ignore[misc]
     ) -> None:
         """Publish a checkpoint of the trainer's step. Raises Refused, naming what cannot be saved.
 
-        It takes the place of what was saved under the same path. A step may have several: they
-        share what is the same, and `@step-N` means the newest.
+        It replaces what was saved under the same path. A step may have several checkpoints: they
+        share equal content, and `@step-N` means the newest.
         """
         if storage_options is not None:
             raise Unsupported("storage_options: give them to YardCheckpointIO")
@@ -90,7 +90,7 @@ class YardCheckpointIO(CheckpointIO):  # type: ignore[misc]
     ) -> dict[str, Any]:
         """What was saved under a path, or is meant by a ref, in host memory.
 
-        Where there are several ranks all of them call it, as Lightning does. Nothing in it can run
+        If there are several ranks, all of them call it, as Lightning does. Nothing in it can run
         code, whatever `weights_only` says. Raises NoSuchThing, Damaged.
         """
         found = self._meant_by(path)
@@ -137,6 +137,6 @@ class YardCheckpointIO(CheckpointIO):  # type: ignore[misc]
 
 
 def _all_ranks() -> dist.ProcessGroup | None:
-    """Those that load together, so that each byte is read once for them; None: this one alone."""
+    """The ranks that load together, reading each byte once; None: this process is alone."""
     is_joined = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return dist.group.WORLD if is_joined else None

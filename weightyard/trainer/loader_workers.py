@@ -1,4 +1,4 @@
-"""A loader's worker processes, when their rank is asked to end: they serve it to its last step."""
+"""A loader's worker processes outlast signals: they serve their rank up to its last step."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ _ASKING = (signal.SIGTERM, signal.SIGINT)
 
 
 def stay_on_signals(worker: int) -> None:
-    """For `worker_init_fn` of a DataLoader: only its own process ends the worker by a signal.
+    """For a DataLoader's `worker_init_fn`: only signals from its own rank's process end the worker.
 
-    torchrun, schedulers and terminals signal a whole process group. A worker that ends of it makes
-    the rank's next step fail, in which it would have saved. One whose rank is gone ends by itself.
+    torchrun, schedulers and terminals signal a whole process group. If a worker ended then, the
+    rank's next step would fail, in which it wants to save. A worker whose rank is gone ends by
+    itself.
     """
     parent = multiprocessing.parent_process()
     assert parent is not None, "to be called in a worker process"
-    # Taken by a thread since only so it is known who sent it; threads made later block it too.
+    # A thread takes signals, since only that tells who sent them; later threads block them too.
     signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING)
     threading.Thread(target=_obey, args=(parent.pid,), daemon=True).start()
 
 
 def staying(loader: Any) -> None:
-    """Have the workers of a loader stay on signals, those that it starts from now on."""
+    """Have the workers that a loader starts from now on stay when signals come."""
     if hasattr(loader, "worker_init_fn") and not isinstance(loader.worker_init_fn, _Staying):
         loader.worker_init_fn = _Staying(loader.worker_init_fn)
 
 
 class _Staying:
-    """Besides what a user wants done; sent to workers that are not forked."""
+    """Besides what the user wants done. A class, as workers that are not forked are sent it."""
 
     def __init__(self, then: Callable[[int], None] | None) -> None:
         self._then = then

@@ -24,9 +24,9 @@ from weightyard.trainer.state import MAX_STATE_BYTES, STATE_FILE, State
 
 
 def state_entry(manifest: Manifest) -> FileEntry | None:
-    """The file of what are no tensors; None where there is none. Raises Damaged.
+    """The file of all that is not a tensor; None if there is none. Raises Damaged.
 
-    Its length is what the manifest claims, and bounded before anyone makes room for it.
+    Its length is only what the manifest claims: so it is bounded before anyone makes room for it.
     """
     for file in manifest.files:
         if file.path == STATE_FILE.text:

@@ -1,8 +1,8 @@
-"""Packing: what an object says of its state, as items of a checkpoint, and back again.
+"""Packing: the state of an object as items of a checkpoint, and back again.
 
 torch's checkpoint takes nested state apart by itself, but loses what is empty and turns keys that
-are numbers into text. So the tensors of a value are items of their own, and all the rest of it is
-one item: a tuple, which torch leaves whole, of the value without its tensors and their paths in it.
+are numbers into text. So the tensors of a value become items of their own, and all the rest becomes
+one item, a tuple, which torch leaves whole: the value without its tensors, and their paths in it.
 
     {"loss": [0.5], 3: tensor}   →   data: ({"loss": [0.5], 3: None}, [[3]])   data.3: tensor
 
@@ -28,9 +28,9 @@ Items: TypeAlias = dict[str, Any]
 
 
 class Room:
-    """The memory for tensors that there are none of yet, as a manifest claims them.
+    """A budget of memory for tensors that are made anew, with sizes that a manifest claims.
 
-    It is taken before it is allocated: a manifest of a few bytes can claim any size.
+    It is taken before memory is allocated: a manifest of a few bytes can claim any size.
     """
 
     def __init__(self, limit: int | None = None) -> None:
@@ -65,7 +65,7 @@ def pack(name: str, value: object) -> Items:
             return None
         if type(node) is Counter:
             counters.append(list(path))
-        if type(node) in (dict, Counter, OrderedDict):  # the last as modules give it
+        if type(node) in (dict, Counter, OrderedDict):  # modules give an OrderedDict
             return {key: hollow(one, (*path, key)) for key, one in node.items()}
         if type(node) is list or type(node) is tuple:
             return type(node)(hollow(one, (*path, at)) for at, one in enumerate(node))
@@ -78,10 +78,10 @@ def pack(name: str, value: object) -> Items:
 
 
 def places(names: Iterable[str], metadata: Metadata, live: Items, room: Room) -> Items:
-    """Where to load values to: into the tensors there are now where they fit, else new ones.
+    """Where to load values to: into the tensors there are now if they fit, else into new ones.
 
-    Packed ones, and tensors. Without what the checkpoint does not have. Raises TooLarge, before it
-    makes one.
+    Gives items, packed values as None; leaves out what the checkpoint does not have. Raises
+    TooLarge before it makes a tensor.
     """
     known = metadata.state_dict_metadata
     wanted: Items = {name: None for name in names if name in known}
@@ -100,7 +100,7 @@ def places(names: Iterable[str], metadata: Metadata, live: Items, room: Room) ->
 
 
 def _is_part(fqn: str, names: Set[str]) -> bool:
-    """Whether it is one of these or a tensor in it."""
+    """Whether it is one of these names, or of a tensor in one."""
     while fqn and fqn not in names:
         fqn = fqn.rpartition(".")[0]
     return fqn in names
@@ -125,7 +125,7 @@ def unpack(name: str, items: Mapping[str, Any]) -> Any:
 
 
 def _fqn(name: str, path: Sequence[PathKey]) -> str:
-    """Of a tensor in a value; one that is all of the value must not take the name of the rest."""
+    """The name of a tensor in a value. Even if that is the tensor, it differs from the rest's."""
     return ".".join(map(str, (name, *(path or [""]))))
 
 

@@ -1,9 +1,9 @@
 """Parts: the objects of a run, each as items of a checkpoint.
 
 A module's tensors go by the names it gives them, below the name the run gives it. An optimizer's
-state goes by the names of parameters, so that other ranks can take it over. What else there is
-says its state by itself, as torch's Stateful does. What is iterated over, such as a loader, and
-the state of a communication hook are each rank's own and saved for every rank.
+state goes by the names of parameters, so that other ranks can take it over. All other objects give
+their state by themselves, as torch's Stateful does. What is iterated over, such as a loader, and
+the state of a communication hook are each rank's own, and saved for every rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from weightyard.trainer.state import State, encode
 _log = Log(__name__)
 
 RANKS = "ranks"
-"""How many there were; below it, what is each rank's own."""
+"""The name for how many ranks there were; below it, what is each rank's own."""
 
 STEP = "step"
 RNG = "rng"
@@ -60,13 +60,13 @@ class Part(ABC):
 
     @abstractmethod
     def items(self) -> Items:
-        """What is saved of it. Raises Refused, naming what cannot be."""
+        """What is saved of it. Raises Refused, naming what cannot be saved."""
 
     @abstractmethod
     def places(self, metadata: Metadata, room: Room) -> Items:
         """Where to load it to, as far as the checkpoint has it; objects as None.
 
-        Room is taken for tensors that there are none of yet. Raises TooLarge.
+        Takes room for tensors that are made anew. Raises TooLarge.
         """
 
     @abstractmethod
@@ -114,7 +114,7 @@ class OptimizerPart(Part):
     def __init__(
         self, name: str, module: torch.nn.Module, optimizer: torch.optim.Optimizer
     ) -> None:
-        """Raises Refused for what it keeps that would be lost."""
+        """Raises Refused if the optimizer keeps what would not be saved."""
         self.name = name
         self._module = module
         self._averaging: PostLocalSGDOptimizer | None = None
@@ -131,9 +131,9 @@ class OptimizerPart(Part):
         return items | self._settings(state["param_groups"]) | self._averaged()
 
     def check_state(self) -> bool:
-        """Refuse what could not be saved of the state; whether there is any yet.
+        """Refuse a state that could not be saved. Returns whether there is any state yet.
 
-        Looks at this rank's own alone, where `items` may ask others. Raises Refused, naming it.
+        Looks only at this rank's own, while `items` may ask others. Raises Refused, naming it.
         """
         states = {one: entries for one, entries in self._optimizer.state.items() if entries}
         if states:
@@ -153,7 +153,7 @@ class OptimizerPart(Part):
             parameters |= zip(theirs["params"], group["params"], strict=True)
         settings = [fqn for fqn, _ in self._by_setting(groups)]
         wanted = self._averaged() | dict.fromkeys(settings)
-        # As many tensors as were saved: how many a setting has may change from step to step.
+        # As many tensors as were saved: a setting's number of tensors may change from step to step.
         wanted |= places(settings, metadata, self._settings(groups), room)
         prefix = f"{self.name}.state."
         for name, entries in _by_parameter(prefix, parameters, metadata.state_dict_metadata):
@@ -166,7 +166,7 @@ class OptimizerPart(Part):
         groups = self._named_state()["param_groups"]
         for group in groups:
             for key in group.keys() - {"params"}:
-                for fqn in group["params"][:1]:  # the same of all
+                for fqn in group["params"][:1]:  # the same for all parameters of a group
                     group[key] = _setting(f"{self.name}.param_groups.{fqn}.{key}", items)
         names = [fqn for group in groups for fqn in group["params"]]
         state: dict[str, Any] = {fqn: {} for fqn in names}
@@ -181,7 +181,8 @@ class OptimizerPart(Part):
             del self._optimizer.state[parameter]
         if self._averaging is not None:
             self._averaging.averager.step = items[self._averaged_as]
-            # Loading has made new groups; torch leaves the old ones to whoever sets a rate here.
+            # Loading has made new groups, but torch leaves the old ones here, where a scheduler
+            # would set its rates.
             self._averaging.param_groups = self._optimizer.param_groups
 
     @property
@@ -189,7 +190,7 @@ class OptimizerPart(Part):
         return f"{self.name}.averager.step"
 
     def _averaged(self) -> Items:
-        """By which post-local SGD knows when to average next, the same on all ranks."""
+        """The step by which post-local SGD knows when to average next, the same on all ranks."""
         if self._averaging is None:
             return {}
         return {self._averaged_as: self._averaging.averager.step}
@@ -200,7 +201,7 @@ class OptimizerPart(Part):
             return get_optimizer_state_dict(self._module, self._optimizer)
 
     def _settings(self, groups: Iterable[Mapping[str, Any]]) -> Items:
-        """Those of each parameter: on other ranks it may be in other company."""
+        """The settings, for each parameter: with other ranks, its group may be another one."""
         items: Items = {}
         for fqn, value in self._by_setting(groups):
             items |= _setting_items(fqn, value)
@@ -214,7 +215,7 @@ class OptimizerPart(Part):
 
 
 def _require_no_more(name: str, optimizer: torch.optim.Optimizer) -> None:
-    """torch gives the state by names of parameters without what else an optimizer has in it."""
+    """Refuse what torch would leave out of a state that goes by names of parameters."""
     if more := sorted(map(repr, optimizer.state_dict().keys() - {"state", "param_groups"})):
         raise Refused(
             f"state {name}: a {type(optimizer).__name__} keeps {', '.join(more)[:200]} beside its "
@@ -225,9 +226,9 @@ def _require_no_more(name: str, optimizer: torch.optim.Optimizer) -> None:
 
 @contextmanager
 def _unstepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep torch from stepping an optimizer that has no state, in order to know it.
+    """Keep torch from stepping an optimizer that has no state, which it does to make one.
 
-    The gradients would be zeros, but Adam counts the step. An empty entry is enough of a state.
+    Gradients would be zeros, but Adam counts the step. An empty entry is enough to prevent it.
     """
     parameters = (one for group in optimizer.param_groups for one in group["params"])
     first = next(parameters, None)
@@ -243,7 +244,7 @@ def _unstepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def _flat_entries(fqn: str, entries: Mapping[Any, Any]) -> Items:
-    """The state of a parameter. Raises Refused, also for a key that would come back as another."""
+    """A parameter's state as items. Raises Refused, also for a key that would not come back."""
     items: Items = {}
     for key, value in entries.items():
         if not _is_plain_key(key):
@@ -253,7 +254,7 @@ def _flat_entries(fqn: str, entries: Mapping[Any, Any]) -> Items:
 
 
 def _flat(fqn: str, value: Any) -> Items:
-    """What an optimizer keeps: tensors, numbers and dicts by keys, as torch flattens it; the rest
+    """What an optimizer keeps: tensors, numbers and dicts by keys, as torch flattens them; all else
     packed. Raises Refused."""
     if isinstance(value, torch.Tensor | int | float):
         return {fqn: value}
@@ -268,8 +269,8 @@ def _flat(fqn: str, value: Any) -> Items:
 
 
 def _setting_items(fqn: str, value: Any) -> Items:
-    """A setting of a group. torch would take a dict or a list apart and leave out what is empty, so
-    they are packed; so is a tuple that could be taken for something packed. Raises Refused."""
+    """A setting of a group. torch would take a dict or a list apart and lose it if it is empty, so
+    they are packed; so is a tuple that looks like something packed. Raises Refused."""
     is_packed = isinstance(value, dict | list) or _looks_packed(value)
     return pack(fqn, value) if is_packed else {fqn: value}
 
@@ -279,7 +280,7 @@ def _setting(fqn: str, items: Mapping[str, Any]) -> Any:
 
 
 def _looks_packed(value: object) -> bool:
-    if type(value) is not tuple or len(value) not in (2, 3):  # the third: where Counters are
+    if type(value) is not tuple or len(value) not in (2, 3):  # the third: paths of Counters
         return False
     return all(type(paths) is list for paths in value[1:])
 
@@ -289,7 +290,7 @@ def _is_plain_key(key: object) -> bool:
 
 
 def _require_loadable(value: object, where: str) -> None:
-    """An optimizer takes a text for something to iterate over, and makes another of it."""
+    """Refuse texts: on loading, an optimizer iterates over one, and makes something else of it."""
     if isinstance(value, str | bytes):
         raise Refused(f"{where}: torch's optimizers do not load a {type(value).__name__}")
     if isinstance(value, dict):
@@ -303,7 +304,7 @@ def _require_loadable(value: object, where: str) -> None:
 def _by_parameter(
     prefix: str, names: Collection[str], items: Mapping[str, Any]
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What there is of the state of each parameter: its entries by their keys."""
+    """The entries of each parameter's state that there are, by their keys."""
     found: dict[str, dict[str, Any]] = {}
     for fqn, entry in items.items():
         if not fqn.startswith(prefix):
@@ -350,7 +351,7 @@ def _nested(name: str, entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class ObjectPart(Part):
-    """Something that says its state by itself, the same on all ranks."""
+    """An object that gives its state by itself, the same on all ranks."""
 
     def __init__(self, name: str, value: Stateful) -> None:
         self.name = name
@@ -375,9 +376,9 @@ class ObjectPart(Part):
 
 
 class RankPart(ObjectPart):
-    """Something each rank has a state of its own of.
+    """An object with a state of its own on each rank.
 
-    With another number of ranks every rank gets what the first one saved.
+    With another number of ranks, every rank gets what the first one saved.
     """
 
     def __init__(self, name: str, value: Stateful, rank: int, ranks: int) -> None:
@@ -386,8 +387,8 @@ class RankPart(ObjectPart):
 
     def restore(self, items: Mapping[str, Any]) -> None:
         super().restore(items)
-        # A loader of torchdata goes to its place when it is next asked for something, and draws
-        # random numbers on the way: better now than after the generators are put back.
+        # A loader of torchdata goes to its place only when it is next asked for something, and
+        # draws random numbers on the way: better now than after the generators are put back.
         self.value.state_dict()
 
     @property
@@ -420,13 +421,13 @@ class HookPart(RankPart):
     def __init__(
         self, name: str, value: HookState, rank: int, ranks: int, *, was_found: bool = False
     ) -> None:
-        """`was_found`: nobody named it, so nobody is told that a checkpoint has none."""
+        """`was_found`: the user did not name it, so it is no error if a checkpoint has none."""
         super().__init__(name, value, rank, ranks)
         self._was_found = was_found
         self._is_of_others = False
 
     def is_missing(self, metadata: Metadata) -> bool:
-        """Whether it begins anew, since the checkpoint is of a training without it."""
+        """Whether it begins anew, since the checkpoint is of a training without such a hook."""
         known = metadata.state_dict_metadata
         return self._was_found and self._loaded_from(metadata) not in known
 
@@ -503,7 +504,7 @@ def _module_of(
             "fully_shard (FSDP2), whose parameters any optimizer of torch shards with them"
         )
     empty = sum(not group["params"] for group in optimizer.param_groups)
-    if empty > 1:  # nothing tells them apart, and torch does not load them
+    if empty > 1:  # nothing tells such groups apart, and torch does not load them
         raise Refused(f"state {name}: {empty} of its groups have no parameters; one may have none")
     wanted = {id(one) for group in optimizer.param_groups for one in group["params"]}
     for module in modules:
@@ -518,7 +519,7 @@ def _module_of(
 def check_items(items: Items) -> tuple[int, int]:
     """Refuse what could not be saved. Raises Refused, naming it; TooLarge.
 
-    How many bytes there are besides tensors, and how many of them are this rank's own.
+    Returns how many bytes there are besides tensors, and how many of them are this rank's own.
     """
     objects: Items = {}
     for fqn, value in items.items():
@@ -546,7 +547,7 @@ def check_items(items: Items) -> tuple[int, int]:
 
 
 def check_together(of_ranks: Sequence[Sequence[int]]) -> None:
-    """Refuse what fits on each rank and not in one checkpoint; as each `check_items` said.
+    """Refuse what fits on each rank but not in one checkpoint, by the results of `check_items`.
 
     Raises TooLarge.
     """

@@ -1,4 +1,4 @@
-"""PlannerOfItems: plans the saves of a run; what is as it was in the last one does not travel."""
+"""PlannerOfItems: plans the saves of a run; plans that are as in the last save are not sent."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from weightyard.errors import Bug
 from weightyard.trainer.packing import Items
 
 ITEMS = "items"
-"""The name by which it is given all items, as one value: torch writes two records of debugging for
-each value, which took half of the time of a save's planning, beside the training."""
+"""The name under which it is given all items, as one value: torch writes two debugging records for
+each value, which took half of the time of a save's planning, while training goes on."""
 
 _AS_BEFORE = "as before"
 
@@ -23,15 +23,16 @@ class PlannerOfItems(DefaultSavePlanner):
     """One for all saves of a writer, on every rank.
 
     torch sends the plans of all ranks to the first and back, as dozens of Python objects for each
-    tensor. Making them takes the training's cores, and collecting garbage among so many more
-    objects its interpreter. (torch's own cache of plans is the process's, whoever saves there.)
+    tensor. Making them keeps cores from the training, and collecting garbage among so many more
+    objects keeps its interpreter. (torch's own cache of plans is one for the process, whoever
+    saves.)
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._mine: SavePlan | None = None
         self._sent: SavePlan | None = None
-        """What the first rank has of this one, and this one an answer to, which is `_final`."""
+        """The plan of this rank that the first one has, and has answered by `_final`."""
         self._final: SavePlan | None = None
         self._theirs: list[SavePlan] = []
         self._answers: list[SavePlan] = []
@@ -49,11 +50,11 @@ class PlannerOfItems(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         self._mine = super().create_local_plan()
         is_known = self._mine == self._sent
-        self._sent = None  # of a save that fails the first rank may keep more than this one
+        self._sent = None  # until answered: if this save fails, the first rank may keep another
         return _as_before() if is_known else self._mine
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Its metadata has the names alone: all ranks get it when a save has ended."""
+        """The metadata has only names: all ranks get it when a save has ended."""
         is_known = [plan.planner_data == _AS_BEFORE for plan in all_plans]
         if any(is_known) and len(self._theirs) != len(all_plans):
             raise Bug("plans as before of ranks that were not there before")

@@ -1,8 +1,8 @@
 """Publishing: a checkpoint's weights as a version of a model.
 
-Tensors that stay as they are become a new manifest over the blocks the checkpoint has: not a byte
-is copied. Those that get another dtype, are cut anew into one box each, or go to another project of
-a yard that keeps content once in each, are read and written.
+Tensors that stay as they are become a new manifest over the checkpoint's blocks: not a byte is
+copied. Tensors that get another dtype, are cut anew into one box each, or go to another project
+where a yard keeps the content of projects apart, are read and written again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 _log = Log(__name__)
 
 _BATCH_BYTES = 256 * MIB
-"""Written at once of what is written anew: bounds the memory, and lets packs become full."""
+"""How much is written anew at once: bounds the memory, yet lets packs become full."""
 
 _CLAIM_BLOCKS = 1024
 
@@ -56,9 +56,9 @@ class Export:
     """What becomes of a checkpoint's tensors."""
 
     kept: Mapping[str, TensorEntry]
-    """By their new names: those whose blocks are used as they are."""
+    """By their new names, tensors whose blocks are used as they are."""
     recoded: Mapping[str, TensorEntry]
-    """And those that are read and written again."""
+    """By their new names, tensors that are read and written again."""
     tied: Mapping[str, str]
     """New name → the first name of the same memory. They are in none of the others."""
 
@@ -75,7 +75,7 @@ def plan_export(
 
     `rename` gives a tensor's new name, or None to leave it out. `ties`: names, as in the
     checkpoint, of tensors that are one and the same memory. Raises NoSuchThing if nothing is left,
-    DoesNotFit if two tensors would get the same name, Refused for what cannot be one.
+    DoesNotFit if two tensors would get the same name, Refused for what cannot be a name.
     """
     named: dict[str, TensorEntry] = {}
     for entry in manifest.tensors:
@@ -147,7 +147,7 @@ def publish_checkpoint(
 ) -> Published:
     """Make the version. All of it is visible when this returns, or nothing.
 
-    Raises as a push and a load do, of a checkpoint that went meanwhile too.
+    Raises as a push and a load do, also if the checkpoint was removed meanwhile.
     """
     store = yard.store
     options = WriteOptions(min_replicas=least_replicas(store, None))
@@ -191,8 +191,8 @@ def publish_checkpoint(
 def _claimable(upload: Packing, manifest: Manifest, export: Export) -> Export:
     """Hold the blocks that are used as they are.
 
-    Tensors of others are written again: a yard may keep the content of each project apart, and
-    what is gone cannot be read either.
+    Tensors with other blocks are written again: a yard may keep the content of each project apart.
+    If the blocks are gone, reading them will fail and say so.
     """
     of_tensor = {name: sorted(_blocks_of(entry)) for name, entry in export.kept.items()}
     wanted = sorted({number for numbers in of_tensor.values() for number in numbers})
@@ -214,7 +214,7 @@ def _blocks_of(entry: TensorEntry) -> set[int]:
 
 
 def _kept_share(manifest: Manifest, export: Export) -> Share:
-    """The tensors that go on being made of the checkpoint's blocks."""
+    """The tensors that consist of the checkpoint's blocks as before."""
     tensors = tuple(
         TensorEntry(name, None, entry.dtype, entry.shape, entry.boxes, None)
         for name, entry in export.kept.items()

@@ -44,8 +44,8 @@ class RestoreReport:
     """On this rank."""
     ranks: int
     needed_bytes: int
-    """Stored bytes that had to be read for all ranks together: in whole chunks, each once, with
-    those of the bases of deltas."""
+    """Stored bytes that had to be read for all ranks together: in whole chunks, each once, bases of
+    deltas included."""
     stored_bytes: int
     """Stored bytes that all ranks together read."""
 
@@ -61,7 +61,7 @@ class _Said(msgspec.Struct):
     version: bytes
     manifest: bytes
     state: bytes | None
-    """None where there is no such file."""
+    """The bytes of its `state.json`; None if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ class YardReader(StorageReader):
 
     The ref is `team/run42@step-1200`, or any other; `dcp.load(checkpoint_id=…)` takes one too, or
     a step of the same run. One manifest is read, by the first rank, and told to the others. Each
-    byte is read once, by a rank near to it that wants it; what several ranks want, whole or in
-    part, goes from one to the other. While it is read a lease keeps it. Nothing is unpickled.
+    byte is read once, by a rank near to it that wants it, which sends it to the others that do.
+    While the checkpoint is read a lease keeps it. Nothing is unpickled.
 
     A reader stays with the version its ref meant at first; `reset` lets it look anew.
     """
@@ -101,7 +101,7 @@ class YardReader(StorageReader):
     ) -> None:
         """`process_group`, `no_dist`: as given to `dcp.load`, which does not pass them on.
 
-        `cast`: a tensor of another dtype than the saved one is filled, too. `verify`, `timeout`,
+        `cast`: also fill tensors of another dtype than the saved one. `verify`, `timeout`,
         `progress`: as of `yard.load`. Raises InvalidName, BadSetting.
         """
         self.report: RestoreReport | None = None
@@ -111,7 +111,7 @@ class YardReader(StorageReader):
         self._group = process_group
         self._is_alone = no_dist
         self._cast = cast
-        deadline_of(timeout)  # which refuses what is none; the time begins with each load
+        deadline_of(timeout)  # refuses a wrong one; the time begins with each load
         self._timeout_s = timeout
         self._asked = Asked(verify=verify, progress=progress)
         self._opened: _Opened | None = None
@@ -128,9 +128,9 @@ class YardReader(StorageReader):
             self._ref = checkpoint_ref(checkpoint_id, self._ref)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds. All ranks call it; what fails is said when it is looked at.
+        """What the checkpoint holds. All ranks call it. A failure is raised when that is looked at.
 
-        DCP would take an exception for a checkpoint of another kind, and lose it.
+        If it were raised here, DCP would take the checkpoint for one of another kind, and lose it.
         """
         if self._opened is None:
             try:
@@ -142,7 +142,7 @@ class YardReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Raises what reading the metadata came to."""
+        """Raises the error of reading the metadata, if there was one."""
         if isinstance(metadata, _Unread):
             raise metadata.why
 
@@ -150,7 +150,7 @@ class YardReader(StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans  # who reads what the ranks settle when they read
+        return plans  # the ranks settle who reads what when they read
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Fill the tensors and set the objects of a plan. All ranks call it.
@@ -233,7 +233,7 @@ def _parsed(state: bytes | None) -> State:
 
 
 class _Unread(Metadata):
-    """Of a checkpoint that could not be read: who looks at it is told why."""
+    """The metadata of a checkpoint that could not be read: looking at it raises why."""
 
     def __init__(self, why: YardError) -> None:
         self.why = why
@@ -245,7 +245,7 @@ class _Unread(Metadata):
 
 
 def checkpoint_ref(checkpoint_id: str | os.PathLike[str] | int, of: Ref) -> Ref:
-    """What names a checkpoint, of the same run if no run is named. Raises InvalidName."""
+    """A checkpoint's id as a ref; of the same run if it names none. Raises InvalidName."""
     text = str(checkpoint_id) if isinstance(checkpoint_id, int) else os.fspath(checkpoint_id)
     if text.isascii() and text.isdigit():
         text = f"step-{text}"

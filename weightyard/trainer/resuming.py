@@ -19,10 +19,10 @@ _LOOKED_AT = 100
 def checkpoints_to_resume(
     catalogue: Catalogue, run: ModelName, step: Step | None = None
 ) -> list[str]:
-    """The refs of the checkpoints that are not known to be damaged, the newest first; or a step's.
+    """The refs of checkpoints not known to be damaged, newest first; with `step`, only that one's.
 
     Empty if the run has none. Raises NoSuchThing for a step that is not there, Damaged if all of
-    the newest are.
+    the newest are damaged.
     """
     if step is not None:
         return [catalogue.resolve(Ref(run, step)).ref]
@@ -47,10 +47,10 @@ def checkpoint_to_resume(catalogue: Catalogue, run: ModelName) -> str | None:
 def load_newest(
     job: Job, run: ModelName, refs: Sequence[str], load: Callable[[str], None]
 ) -> str | None:
-    """Load the first of the checkpoints that is whole; its ref, the same on all ranks.
+    """Load the first checkpoint that is whole. Returns its ref, the same on all ranks.
 
-    None if there are none at all. What was loaded of one that turned out to be damaged, the next
-    one replaces. Raises what loading raises; RankFailed; Damaged if none is whole.
+    None if there are none at all. If one turns out to be damaged, what was loaded of it is replaced
+    by the next. Raises what loading raises; RankFailed; Damaged if none is whole.
     """
     damage = ""
     for ref in refs:
@@ -62,7 +62,7 @@ def load_newest(
 
 
 def _damage(job: Job, ref: str, load: Callable[[str], None]) -> str:
-    """Load a checkpoint; what is wrong with it, which only some ranks may know. Empty: nothing."""
+    """Load a checkpoint. Returns what is wrong with it, if only on some ranks; empty: nothing."""
     failures: list[Damaged | RankFailed] = []
 
     def is_whole_here() -> bool:

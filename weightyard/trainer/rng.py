@@ -1,7 +1,7 @@
 """Random numbers: the generators of Python, NumPy and torch of one rank, saved and put back.
 
-With the number of ranks unchanged a rank goes on with the numbers it would have drawn. With another
-number there is no such thing, and each generator begins anew from (seed, step, rank).
+If the number of ranks is unchanged, a rank goes on with the numbers it would have drawn. If it is
+another, that is impossible, and each generator begins anew from (seed, step, rank).
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Rng:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises DoesNotFit if it is not the state of generators such as these.
 
-        Its bytes were checked when they were read: it is of other generators, or other versions of
-        these, and so is that of every checkpoint before.
+        It is no Damaged: the bytes were checked when they were read, so the state is of other
+        generators, or versions, and older checkpoints will not help.
         """
         part = "python"
         try:

@@ -82,17 +82,17 @@ class TrainRun(Closing):
     and `load_state_dict`: schedulers, scalers, loaders, samplers. They hold tensors, None, bool,
     int, float, str, bytes, lists, tuples, dicts and Counters with keys of text or int. What does
     not fit is refused by its name when the run is made; what an optimizer makes in its first step,
-    by the next `step`. What is iterated over is each rank's own. The state of PowerSGD and
-    post-local SGD, registered with DDP before the run is made, and the random number generators of
-    Python, NumPy and torch are saved with them.
+    by the next `step`. What is iterated over is each rank's own. Saved with the state are that of
+    PowerSGD and post-local SGD, registered with DDP before the run is made, and the random number
+    generators of Python, NumPy and torch.
 
-    A resumed run with as many ranks goes on bit for bit where torch is told to be deterministic.
-    A plain DataLoader draws a random number whenever it is iterated: where `sampler.batches` does
-    not put it back, give it a `generator` of its own, so that beginning in the middle of an epoch
-    draws none from the others.
+    A run resumed with as many ranks goes on bit for bit if torch is told to be deterministic. A
+    plain DataLoader draws a random number whenever it is iterated: unless `sampler.batches` puts
+    that back, give the loader a `generator` of its own, so that beginning in the middle of an epoch
+    draws none from torch's.
 
-    On SIGTERM the step that is computed, with several ranks the one after it, is ended and saved,
-    and the process leaves.
+    On SIGTERM the run ends the step being computed (with several ranks, also the next), saves, and
+    the process leaves.
     """
 
     def __init__(
@@ -117,15 +117,15 @@ class TrainRun(Closing):
         """Nothing is written yet, and no run is taken over.
 
         `interval`, `interval_s`: steps, and seconds, from one checkpoint to the next; None: not by
-        these. `keep_latest_k`, `keep_every`, `keep_best`: which checkpoints stay, the newest ones,
+        these. `keep_latest_k`, `keep_every`, `keep_best`: which checkpoints stay: the newest ones,
         steps that are multiples, the best by a metric (`KeepBest`). They become the run's rules
-        when this job takes it over; without any of them those it has stay, and gc goes by them.
-        `async_mode`: "async" saves in the background, from a copy in host memory; one that fails
-        is raised by the `step` in which all ranks know it. `export_dtype`: published weights are
+        when this job takes it over; if none is given the run keeps the rules it has. gc goes by
+        them. `async_mode`: "async" saves in the background, from a copy in host memory; a failure
+        is raised by the `step` in which all ranks know of it. `export_dtype`: published weights are
         cast to it. `load_step`: resume from this step instead of the newest.
         `exclude_from_loading`: names in the state (and "rng") that a resume leaves as they are.
-        `seed`: from it random numbers are derived where a run goes on with another number of
-        ranks. `signals`: on which to save and leave. `writing` (`delta`, `anchors_bytes`,
+        `seed`: random numbers are derived from it if a run goes on with another number of ranks.
+        `signals`: on which to save and leave. `writing` (`delta`, `anchors_bytes`,
         `anchors_folder`, `anchor_every`, `replication`, `policy`, `compress`, `threads`): as of
         YardWriter.
         Raises Refused, naming what cannot be saved; BadSetting, InvalidName.
@@ -152,7 +152,7 @@ class TrainRun(Closing):
         self._rng = RngPart(self.job.rank, self.job.ranks)
         self._parts: list[Part] = []
         self._stateless: list[OptimizerPart] = []
-        self._refused: Refused | None = None  # of an optimizer's state, until all ranks know it
+        self._refused: Refused | None = None  # for an optimizer's state, until all ranks know of it
         self._is_closed = False
         with ExitStack() as opened:
             opened.callback(self.job.close)
@@ -163,7 +163,7 @@ class TrainRun(Closing):
             def made() -> YardWriter:
                 if unknown := writing.keys() - Writing.__annotations__.keys():
                     raise BadSetting(f"{', '.join(sorted(unknown))}: a TrainRun has no such option")
-                # Of no generation yet: `_begin` says which.
+                # 0 stands for no generation yet: `_begin` sets it.
                 writer = YardWriter(yard, name, generation=0, **writing)
                 opened.callback(writer.close)
                 return writer
@@ -179,10 +179,10 @@ class TrainRun(Closing):
     def resume(self) -> int | None:
         """Take the run over and go on from its newest checkpoint; its step, or None if it is new.
 
-        One that turns out to be damaged is passed over, unless it is that of `load_step`. From here
-        on no process that had the run before can save. Of several that begin at once one succeeds.
-        Raises RunTakenOver, DoesNotFit, NoSuchThing for a step that is not there, Damaged if there
-        is no checkpoint that is whole.
+        A checkpoint that turns out to be damaged is passed over, unless it is that of `load_step`.
+        From here on no process that had the run before can save. If several begin at once, one
+        succeeds. Raises RunTakenOver, DoesNotFit, NoSuchThing for a step that is not there, Damaged
+        if no checkpoint is whole.
         """
         self._require_open()
         self._saver.wait()
@@ -201,13 +201,15 @@ class TrainRun(Closing):
     def step(self, metrics: Mapping[str, Any] | None = None) -> None:
         """Say that a step is done; call it after the optimizer's. Saves if that is due.
 
-        `metrics` are kept with the checkpoint, those of rank 0 that are finite numbers; tensors
-        are read when one is made, so that a step waits for no device. Raises BadSetting for names
-        that cannot be kept, and for a DTensor of which each rank has a part; what a save in the
-        background failed of, on all ranks at the same step, with several ranks the second one
-        after it failed: RankFailed where it did not fail itself; RunTakenOver. Raises Refused for
-        what an optimizer has made in its first step and cannot be saved, with several ranks in the
-        second, on the others RankFailed. After a signal: saves, then SystemExit.
+        `metrics`: those of rank 0 that are finite numbers are kept with the checkpoint. Tensors are
+        read only when one is made, so that a step waits for no device. After a signal: saves, then
+        raises SystemExit.
+
+        Raises BadSetting for names that cannot be kept, and for a DTensor of which each rank has a
+        part; RunTakenOver. Raises why a save in the background failed (RankFailed on ranks where it
+        did not), on all ranks at the same step: with several ranks, the second after the failure.
+        Raises Refused if an optimizer made state in its first step that cannot be saved: with
+        several ranks in the second step, on the others RankFailed.
         """
         self._require_open()
         if not isinstance(metrics, Mapping | None):
@@ -239,8 +241,8 @@ class TrainRun(Closing):
     def save(self, *, wait: bool = False) -> None:
         """Make a checkpoint of the last step now, unless it has one.
 
-        With `async_mode="async"` it is begun, and `wait` waits for its end. Raises what saving
-        raises, also the one before.
+        With `async_mode="async"` it is only begun, unless `wait`. Raises what this save raises, and
+        what the one before raised.
         """
         self._require_open()
         if self._saver.step != self.steps:
@@ -267,15 +269,15 @@ class TrainRun(Closing):
     ) -> Published | None:
         """Publish the weights of the last step as a version of a model. Saves it first.
 
-        Nothing is copied: the version is made of the checkpoint's blocks, but for tensors that
+        Nothing is copied: the version is made of the checkpoint's blocks, except for tensors that
         `export_dtype` casts. `consolidate` writes each tensor as a push of the state dict would,
         so that its blocks are those of pushed files. `model`: the name in the state. `rename`:
         from a tensor's name in the module to the published one; None leaves it out. `message`,
-        `metrics` (those of the checkpoint if None), `tags`: as in `yard.push`. Tags also say run
-        and step; the checkpoint itself may be removed later.
+        `metrics` (those of the checkpoint if None), `tags`: as in `yard.push`. Run and step are
+        added to the tags; the checkpoint itself may be removed later.
 
-        All ranks call it. The first one publishes and has the version, the others have None, once
-        it is there. Raises as `yard.push` does, on the others RankFailed.
+        All ranks call it. The first one publishes and returns the version; the others return None,
+        once it is there. Raises as `yard.push` does; on the others, RankFailed.
         """
         _require_whole_tensors(metrics or {})
         self.save(wait=True)
@@ -304,12 +306,12 @@ class TrainRun(Closing):
                 self._export_dtype,
             )
 
-        # The others wait for it: one that went on alone would wait in the next collective for a
-        # first rank that has failed.
+        # The others wait for it: if the first rank failed, a rank that had gone on alone would wait
+        # for it in the next collective.
         return self.job.at_length(published, "publishing")
 
     def close(self) -> None:
-        """End what is under way in the background. Raises what it failed of."""
+        """End what is under way in the background. Raises its error if it fails."""
         self._is_closed = True
         try:
             self._saver.close()
@@ -329,11 +331,11 @@ class TrainRun(Closing):
         except BaseException as why:
             if error is None:
                 raise
-            # What ended the loop is the news; why the last save failed often follows from it.
+            # The error that ended the loop matters more; a failed last save often follows from it.
             _log.warning("run.not_saved", run=self.name, reason=why)
 
     def _require_open(self) -> None:
-        """Raises Refused: without the groups of its job each rank would save for itself alone."""
+        """Raises Refused if closed: without the job's groups each rank would save for itself."""
         if self._is_closed:
             raise Refused(
                 f"the run {self.name} is closed: what saves, publishes or resumes it comes before "
@@ -371,7 +373,7 @@ class TrainRun(Closing):
         taken = catalogue.begin_generation(self.name, expect=current)
         rules = catalogue.model(self.name).retention
         if self._retention is None:
-            # Who named none has nothing against those there are: an operator's must outlast jobs.
+            # A job without rules leaves those there are: an operator's must outlast jobs.
             if rules is not None:
                 named = ",".join(f"{name}:{value}" for name, value in rules if value is not None)
                 _log.info("run.rules_stay", run=self.name, rules=named)
@@ -381,7 +383,7 @@ class TrainRun(Closing):
         return taken.generation
 
     def _found(self) -> list[str]:
-        """The checkpoints to go on from. Nobody else adds one any more."""
+        """The checkpoints to go on from. By now nobody else can add one."""
         return checkpoints_to_resume(self._yard.catalogue, self.name, self._load_step)
 
     def _load(self, ref: str) -> None:
@@ -431,8 +433,8 @@ class TrainRun(Closing):
                 step=step,
             )
         self.steps = step
-        # What was left as it is, the checkpoint does not hold. Numbers derived from it count as
-        # its own: whoever resumes it derives the same.
+        # If something was left as it is, this state is in no checkpoint. Derived random numbers do
+        # count as the checkpoint's own: whoever resumes it derives the same.
         self._saver.step = None if self._excluded else step
         self._schedule.saved()
 
@@ -451,7 +453,7 @@ class TrainRun(Closing):
         rename: Callable[[str], str | None] | None,
         consolidate: bool,
     ) -> Export:
-        """What of a checkpoint is published, and how. Raises BadSetting."""
+        """Which tensors of a checkpoint are published, and how. Raises BadSetting."""
         part = next((one for one in self._parts if one.name == model), None)
         if not isinstance(part, ModelPart):
             raise BadSetting(f"model={model!r}: the state has no module of this name")
@@ -477,7 +479,7 @@ class TrainRun(Closing):
         return self._yard.catalogue.resolve(Ref(self.name, Step(self.steps)))
 
     def _let_go(self) -> None:
-        """Remove the checkpoints that are kept no longer. That it fails does not fail the save."""
+        """Remove the checkpoints that are kept no longer. If that fails, the save does not."""
         if self._retention is None:
             return
         try:
@@ -512,7 +514,7 @@ def _dtype(asked: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def _require_whole_tensors(metrics: Mapping[str, Any]) -> None:
-    """Raises BadSetting for what would be read as another number than all ranks together mean."""
+    """Raises BadSetting for a DTensor of which this rank would read only its part."""
     for name, value in metrics.items():
         if isinstance(value, DTensor) and not all(one.is_replicate() for one in value.placements):
             raise BadSetting(

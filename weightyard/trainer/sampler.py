@@ -47,7 +47,7 @@ class GlobalOffsetSampler(Sampler[int]):
 
     `batches` counts what the loop was given, not what workers fetched ahead. torchdata's
     StatefulDataLoader counts by itself: there `for batch in loader` and `"data": loader` do too.
-    Where neither counts, the place that is saved stays what it was; a log line says so.
+    If neither is used, nobody counts: the saved place stays what it was, and a log line says so.
     Leave `set_epoch` out: the next iteration goes on where the last one ended.
     """
 
@@ -61,7 +61,7 @@ class GlobalOffsetSampler(Sampler[int]):
     ) -> None:
         """`length`: of the dataset. `seed` None: in the dataset's own order, every epoch.
 
-        `rank`, `ranks`: those of torch.distributed if nothing is said; alone if there is none.
+        `rank`, `ranks`: by default those of torch.distributed, or a single rank without it.
         Raises Refused.
         """
         if (rank is None) is not (ranks is None):
@@ -102,17 +102,17 @@ class GlobalOffsetSampler(Sampler[int]):
         return _Pass(self, self._begin())
 
     def __len__(self) -> int:
-        """How many samples that would be."""
+        """How many samples an iteration would give now."""
         return self._turns_left(self._begin())
 
     def batches(self, loader: Iterable[_T]) -> Iterator[_T]:
         """The batches of a DataLoader over this sampler; each counts as consumed when it is given.
 
         Workers may be any number of batches ahead: what the loop was not given is given again
-        after a resume, and by the next call if the loop is left early. With `drop_last` what was
-        dropped counts as consumed. Its workers stay when a signal asks the job to end. Raises
-        Refused if the loader does not say its batch size, takes samples from another sampler, or
-        gives batches out of order.
+        after a resume, or by the next call if the loop is left early. With `drop_last`, what was
+        dropped counts as consumed. The loader's workers stay when a signal asks the job to end.
+        Raises Refused if the loader does not say its batch size, takes samples from another
+        sampler, or gives batches out of order.
         """
         size = _batch_size(loader)
         _require_sampled(loader)
@@ -121,10 +121,10 @@ class GlobalOffsetSampler(Sampler[int]):
         self._may_warn = False
         numbers = torch.get_rng_state()
         iterator = iter(loader)  # a StatefulDataLoader puts the sampler where it was saved
-        begin = self._place  # workers may have fetched the pass to its end by now: that is not it
-        # It drew a seed for its workers from torch's random numbers. A job that was never
-        # interrupted drew none inside an epoch, and with workers that stay none after the first
-        # one: after a resume all later numbers would be others.
+        begin = self._place  # not `_begin()`: workers may already have fetched the pass to its end
+        # The loader drew a seed for its workers from torch's random numbers. A job that was never
+        # interrupted draws none inside an epoch and, if its workers stay, none after the first one.
+        # So after a resume all later numbers would be different.
         stay = getattr(loader, "persistent_workers", False)
         if (begin if stay else begin % self._length) and getattr(loader, "generator", None) is None:
             torch.set_rng_state(numbers)
@@ -165,9 +165,9 @@ class GlobalOffsetSampler(Sampler[int]):
         self._has_given = False
 
     def _note_given(self) -> None:
-        """A pass gives a sample. Warns, once, if a state was taken that does not count the others.
+        """A pass gives a sample. Warns, once, if a state was taken that does not count them.
 
-        Only now: a StatefulDataLoader asks the sampler for its state before it asks the pass.
+        Not before now: a StatefulDataLoader asks the sampler for its state before it asks the pass.
         """
         self._has_given = True
         if self._is_state_taken and self._may_warn:
@@ -180,7 +180,7 @@ class GlobalOffsetSampler(Sampler[int]):
             )
 
     def _begin(self) -> int:
-        """Where the next pass begins: after the last one, if nobody counts what it gave."""
+        """Where the next pass begins: behind the last one, even if nobody counted that."""
         return self._place if self._end_of_pass is None else self._end_of_pass
 
     def _turns_left(self, place: int) -> int:
@@ -192,7 +192,7 @@ class GlobalOffsetSampler(Sampler[int]):
         return dict(zip(_KEYS, (epoch, self._seed, consumed, self._length), strict=True))
 
     def _share(self, begin: int) -> NDArray[np.int64]:
-        """This rank's samples of a pass that begins there, in order."""
+        """This rank's samples of a pass that begins at a place, in order."""
         turns = np.arange(self._turns_left(begin), dtype=np.int64)
         epochs, at = np.divmod(begin + self._rank + turns * self._ranks, self._length)
         share = np.empty_like(at)
@@ -240,8 +240,8 @@ class _Pass:
 def order_of(seed: int | None, epoch: int, length: int) -> NDArray[np.int64]:
     """The order of an epoch's samples: the same everywhere, always.
 
-    Random keys, sorted. NumPy promises that the words of a bit generator never change with its
-    version; of `permutation`, and of torch's, nobody does, and a job outlives an upgrade.
+    Sorts random keys. NumPy promises that a bit generator's words are the same in all versions. For
+    its `permutation`, or torch's, nobody promises that, and a job may outlive an upgrade.
     """
     if seed is None:
         return np.arange(length)
@@ -262,10 +262,10 @@ def _chooser(loader: object) -> object:
 
 
 def _require_sampled(loader: object) -> None:
-    """Raises Refused for a loader of which torch's own samplers choose the samples, or which gives
-    batches in whatever order its workers end.
+    """Raises Refused for a loader whose samples torch's own samplers choose, or which gives batches
+    in whatever order its workers end.
 
-    A sampler of another kind may have been made around this one, which nobody can tell.
+    A sampler of any other kind passes: it may have been made around this one.
     """
     chooser = _chooser(loader)
     found = getattr(chooser, "sampler", chooser)

@@ -31,7 +31,7 @@ from weightyard.transfer.options import require_whole
 _log = Log(__name__)
 
 _BEHIND = 5
-"""Niceness of a save in the background: on a core that training wants too, it gets a quarter."""
+"""Niceness of a save in the background: of a core that training wants too it gets a quarter."""
 
 
 class Schedule:
@@ -67,8 +67,8 @@ class Schedule:
 
 
 _SAME_WISH_S = 5.0
-"""Signals this soon after the first say the same: systemd sends one to every process of a job, and
-torchrun hands its own on to the ranks."""
+"""A signal this soon after the first is the same request: systemd sends one to every process of a
+job, and torchrun hands its own on to the ranks."""
 
 
 class Leaving(Closing):
@@ -88,7 +88,7 @@ class Leaving(Closing):
         try:
             for one in signals:
                 before = signal.signal(one, self._noted)
-                self._before.setdefault(one, before)  # of one named twice, the first time
+                self._before.setdefault(one, before)  # if one is named twice, what was there first
         except (TypeError, ValueError, OSError) as why:
             self.close()
             raise BadSetting(
@@ -107,7 +107,7 @@ class Leaving(Closing):
         return self.number is not None
 
     def leave(self) -> NoReturn:
-        """End the process as one that a signal ended: a launcher starts it again, if it should."""
+        """End the process with a signal's exit code, so that its launcher may start it again."""
         raise SystemExit(128 + (self.number or signal.SIGTERM))
 
     def close(self) -> None:
@@ -129,8 +129,8 @@ class Save:
 class Saver(Closing):
     """Makes checkpoints, one at a time; in the background if asked to.
 
-    A save in the background takes a copy of this rank's state in host memory, the same memory for
-    each: no more than one is under way. All ranks call `save` and `wait` in the same order.
+    A save in the background first copies this rank's state to host memory, always the same: so no
+    more than one is under way. All ranks call `save` and `wait` in the same order.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class Saver(Closing):
             self._staging = Staging()
             self._thread = ThreadPoolExecutor(1, "weightyard-save", initializer=_step_behind)
         self._under_way: Future[None] | None = None
-        self._begun = 0  # in the background; all ranks count alike
-        self._raised = 0  # the last of them of which a failure was raised
+        self._begun = 0  # saves in the background; all ranks count alike
+        self._raised = 0  # the last of them whose failure was raised
         self.step: int | None = None
-        """Of the last checkpoint, which may be under way; None if it failed."""
+        """The step of the last checkpoint, which may be under way; None if it failed."""
 
     @property
     def failed(self) -> int:
@@ -179,9 +179,9 @@ class Saver(Closing):
         self.step = save.step
 
     def check(self, failed: int) -> None:
-        """Raise what a save in the background failed of, once; `failed`: the last on any rank.
+        """Raise the error of a save in the background, once; `failed`: the last on any rank.
 
-        Raises RankFailed where it did not fail on this one.
+        Raises RankFailed if it did not fail on this rank.
         """
         if failed > self._raised:
             self.wait()
@@ -189,7 +189,7 @@ class Saver(Closing):
             raise RankFailed([], "the save of another rank failed, which says why")
 
     def wait(self) -> None:
-        """Wait until nothing is under way. Raises what the save failed of, once."""
+        """Wait until nothing is under way. Raises the save's error, once."""
         if self._under_way is not None:
             under_way, self._under_way = self._under_way, None
             try:
@@ -199,7 +199,7 @@ class Saver(Closing):
                 raise
 
     def close(self) -> None:
-        """End the save under way first. Raises what it failed of."""
+        """Let the save under way end first. Raises its error."""
         try:
             self.wait()
         finally:
@@ -241,22 +241,22 @@ def _step_behind() -> None:
 
 @contextmanager
 def plain_errors() -> Iterator[None]:
-    """What torch's checkpoint wraps up, as the error that it is: the same on all ranks."""
+    """Raise the error that torch's CheckpointException wraps: the same on all ranks."""
     try:
         yield
     except CheckpointException as why:
         failures = sorted(why.failures.items())
         known = [error for _, (error, _) in failures if isinstance(error, YardError)]
         for error in sorted(known, key=lambda error: isinstance(error, RankFailed)):
-            raise error from why  # one that says what happened, if there is one
+            raise error from why  # rather one that says what happened
         reason = "; ".join(f"{type(error).__name__}: {error}" for _, (error, _) in failures[:3])
         raise RankFailed([rank for rank, _ in failures], reason) from why
 
 
 def quiet_alone() -> None:
-    """Have torch not warn a process alone that it is alone.
+    """Have torch not warn a single process that it is alone.
 
-    For good: filters are those of all threads, and one that puts back the filters it found would
-    put back those that another has changed meanwhile.
+    For good: all threads share the warning filters, and putting them back as they were would undo
+    what another thread changed meanwhile.
     """
     warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)

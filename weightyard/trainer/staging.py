@@ -16,10 +16,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Staging(Closing):
-    """Copies state into memory of its own, the same each time: what it gave before is gone then.
+    """Copies state into memory of its own, which the next copy overwrites.
 
-    Training waits for this, so there is nothing in it but the copy. torch's stager makes every
-    DTensor anew by its dispatcher, which takes as long; here it has only what is seldom.
+    Training waits for this, so it does nothing but copy. torch's stager makes every DTensor anew by
+    its dispatcher, which takes as long as the copy; here it is used only for uncommon values.
     """
 
     def __init__(self) -> None:
@@ -75,8 +75,8 @@ class Staging(Closing):
 
 
 def _local(value: object) -> torch.Tensor | None:
-    """Those elements of a tensor that this rank has; None for what is no tensor, or seldom."""
-    if hasattr(value, "global_offsets"):  # of torch's CheckpointableTensor: part of a whole
+    """The part of a tensor that this rank has; None for what is no tensor, or an uncommon one."""
+    if hasattr(value, "global_offsets"):  # a CheckpointableTensor of torch: part of a whole
         return None
     local = value.to_local() if type(value) is DTensor else value
     if type(local) not in _PLAIN:
@@ -86,14 +86,14 @@ def _local(value: object) -> torch.Tensor | None:
 
 
 def _is_never_saved(value: object) -> bool:
-    """Whether it is a tensor that the save will refuse, by its name and on all ranks at once."""
+    """Whether it is a tensor that the save will refuse, naming it, on all ranks at once."""
     return isinstance(value, torch.Tensor) and (
         value.layout is not torch.strided or value.is_quantized or value.is_meta
     )
 
 
 def _with_local(like: DTensor, local: torch.Tensor) -> DTensor:
-    """A DTensor with other elements on this rank; they may be on the host though its are not."""
+    """A DTensor with other elements on this rank, which may be on the host if its own are not."""
     names, context = like.__tensor_flatten__()  # type: ignore[no-untyped-call]
     parts = {name: getattr(like, name) for name in names} | {"_local_tensor": local}
     remake = DTensor.__tensor_unflatten__

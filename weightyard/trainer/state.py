@@ -37,20 +37,20 @@ from weightyard.format.block import MIB
 from weightyard.names import FilePath, is_tensor_name
 
 STATE_FILE = FilePath("state.json")
-"""Where it lies in a checkpoint."""
+"""Its path in a checkpoint."""
 
 STATE_FORMAT = 1
 """The version written, and the newest one read."""
 
 MAX_STATE_BYTES = 128 * MIB
-"""Of the file."""
+"""The longest file."""
 
 MAX_VALUES = 1 << 22
 """Commas and opening brackets in the JSON, counted before it is parsed: they bound what parsing
 allocates. Also how many places the lists may have that the paths lead through."""
 
 MAX_DEPTH = 64
-"""Containers in containers; also the length of a path."""
+"""How deep containers may nest; also how long a path may be."""
 
 _PLAIN_INT = 1 << 53
 """Up to here every JSON reader keeps an integer exact."""
@@ -131,7 +131,7 @@ def check_object(value: object, where: str) -> None:
 
 
 def _packed(value: Any, where: str, depth: int) -> Any:
-    """The value as JSON can hold it. Types must be these exactly: a subclass would not return."""
+    """The value as JSON can hold it. Types must match exactly: a subclass would not come back."""
     if depth > MAX_DEPTH:
         raise Refused(f"{where[:200]}…: over {MAX_DEPTH} containers in each other")
     kind = type(value)
@@ -212,7 +212,7 @@ def _translated(parse: Callable[[], Any]) -> Any:
 
 
 class _Place:
-    """Where paths lead through: a dict or a list, by its keys."""
+    """A dict or list that paths lead through, with what is at its keys."""
 
     __slots__ = ("below", "kind")
 
@@ -222,10 +222,10 @@ class _Place:
 
 
 def _flaw_of_paths(paths: Mapping[str, Sequence[PathKey]]) -> str | None:
-    """What no nested dict could have brought about, or None.
+    """What no nested dict could have led to, or None.
 
-    Who follows the paths makes lists as long as the highest place named in them, so these are
-    bounded too.
+    Following the paths makes lists as long as the highest place they name, so places are bounded
+    too.
     """
     root = _Place(str)
     for name, keys in paths.items():

@@ -1,4 +1,4 @@
-"""Values: what a program holds, as a checkpoint that one process makes or reads for itself."""
+"""Values of a program as a checkpoint that one process makes, or reads, by itself."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def load_values(
 ) -> dict[str, Any]:
     """Values that a checkpoint has, in host memory.
 
-    `group`: its ranks all call this, and each byte is read once for them; else this process reads
+    `group`: all its ranks call this, and each byte is read once for them; None: this process reads
     for itself alone.
     Raises NoSuchThing, also for a name it does not have; TooLarge for what claims more memory than
     this rank may have; Damaged, Retryable.

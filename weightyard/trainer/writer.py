@@ -76,11 +76,11 @@ class SavingYard(Protocol):
     def block_bytes(self) -> int: ...
 
     def settle(self) -> None:
-        """Have the records of what was done written into the store, behind the caller."""
+        """Have the records of what was done written into the store, in the background."""
 
 
 _ENDING_S = 2.0
-"""For a save that has ended: torch's threads live on for a moment after what they did is known."""
+"""How long to wait for the thread of a save that may have ended: torch's live on for a moment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,17 +94,17 @@ class Errand:
 
 @dataclass(slots=True)
 class _Save:
-    """A save. torch makes all calls of one in one thread, and does not tell a writer of one that
-    failed elsewhere: that is over when its thread is, or begins another."""
+    """A save. torch makes all calls of one in one thread, and does not tell the writer if it failed
+    elsewhere: it is over when its thread has ended, or begins another."""
 
     step: Step
     rank: int
     thread: threading.Thread
     publication: Publication | None = None
-    """The coordinator's, as is the upload."""
+    """Only on the coordinator, as is the upload."""
     upload: Upload | None = None
     has_failed: bool = False
-    """Here."""
+    """On this rank."""
 
     def is_under_way(self) -> bool:
         if self.has_failed or self.thread is threading.current_thread():
@@ -114,15 +114,15 @@ class _Save:
 
 
 SPARE_BYTES = 128 * MIB
-"""Of memory to save with, kept by each rank between two saves."""
+"""How much memory to save with each rank keeps between two saves."""
 
 LEAST_SAVING = 0.25
-"""By which part a codec has to make a block smaller. Dense fp32 shrinks by a sixth, and a job waits
-for encoding it, and for decoding it when it resumes; bf16 shrinks by a third."""
+"""By which part a codec must shorten a block to be used: a job waits for encoding, and when it
+resumes for decoding. Dense fp32 shrinks only by a sixth, bf16 by a third."""
 
 
 class Writing(TypedDict, total=False):
-    """How checkpoints are written; what each is, YardWriter says."""
+    """How checkpoints are written: options that YardWriter explains."""
 
     delta: Literal["off", "also", "only"]
     anchors_bytes: int
@@ -143,9 +143,9 @@ class YardWriter(StorageWriter, Closing):
     under way is refused with Conflict, on all ranks, and the other goes on.
 
     If a rank fails, `dcp.save` raises CheckpointException on all of them, with what each said; the
-    upload is abandoned. What a save leaves that was ended otherwise (a rank that is gone) is
-    abandoned by the next save in its thread, or when that has ended; by `abandon`, by `close`, or
-    when its lease ends.
+    upload is abandoned. If a save ends in another way (a rank is gone), its upload is abandoned by
+    the next save in its thread, or in any once that has ended; by `abandon`, by `close`, or when
+    its lease ends.
     """
 
     def __init__(
@@ -164,25 +164,25 @@ class YardWriter(StorageWriter, Closing):
         compress: bool = True,
         threads: int | None = None,
     ) -> None:
-        """`generation`: the run's that this job took over; else the first save takes it over, if
-        nobody else did since this was made. `metrics`: of the checkpoints to come. `replication`,
-        `policy`: of their packs, as in push.
+        """`generation`: that of the run which this job took over; None: the first save takes it
+        over, if nobody else did since this was made. `metrics`: of the checkpoints to come.
+        `replication`, `policy`: of their packs, as in push.
 
-        What changed is stored as a delta of the last anchor, which this rank keeps at hand up to
-        `anchors_bytes`, in memory or in `anchors_folder`; every `anchor_every` saves there is a
-        new one. `delta`: as in push. `compress`: else blocks are stored as they are, which takes
-        less of the processor and more of HDFS; those that would shrink by less than a quarter are
-        so anyway. `threads`: of this rank, for hashing and encoding; else its share of the host's
-        cores.
-        Raises InvalidName, BadSetting; StoreUnavailable and Unsupported where the store is not to
-        be had.
+        What changed is stored as a delta of the last anchor, of which this rank keeps up to
+        `anchors_bytes` at hand, in memory or in `anchors_folder`; every `anchor_every` saves there
+        is a new one. `delta`: as in push. `compress`: if not, blocks are stored raw, which takes
+        less of the processor and more of HDFS; blocks that would shrink by less than a quarter are
+        stored so anyway. `threads`: of this rank, for hashing and encoding; None: its share of the
+        host's cores.
+        Raises InvalidName, BadSetting; StoreUnavailable and Unsupported if the store cannot be
+        reached.
         """
         require_delta(delta)
         if threads is not None:
             require_whole("threads", threads, 1)
         if anchors_folder is not None:
             require_path(anchors_folder)
-        # What the first save would fail of, hours later.
+        # Raises now what the first save would raise hours later.
         checked_publication(
             {"metrics": metrics or {}, "replication": replication, "policy": policy}
         )
@@ -192,11 +192,11 @@ class YardWriter(StorageWriter, Closing):
         self.run = ModelName.parse(run)
         self.generation = generation
         """The run's generation under which this writes; None until the first save."""
-        # A coordinator of before a re-election must not take the run back by its first save.
+        # The first save of a coordinator from before a re-election must not take the run back.
         self._found = 0 if generation is not None else current_generation(yard.catalogue, self.run)
         self._key = secrets.token_hex(16)
         self.metrics = dict(metrics or {})
-        """Those of the checkpoints to come, as are the tags."""
+        """For the checkpoints to come, as are the tags."""
         self.tags: dict[str, str] = {}
         self.version: Version | None = None
         """The last checkpoint committed; only the coordinator knows."""
@@ -211,7 +211,7 @@ class YardWriter(StorageWriter, Closing):
             threads=threads or share_of_cores(),
         )
         self._spare = SpareMemory(SPARE_BYTES)
-        """Kept from save to save: to touch fresh memory takes as long as to hash what is in it."""
+        """Kept from save to save: touching fresh memory takes as long as hashing its content."""
         self._anchors = Anchors(
             Reader(self._store, yard.catalogue),
             self._options,
@@ -240,7 +240,7 @@ class YardWriter(StorageWriter, Closing):
         return True
 
     def reset(self, checkpoint_id: CheckpointId | None = None) -> None:
-        """Takes note only: a rank that raised here would leave the others waiting for it."""
+        """Only takes note: if a rank raised here, the others would wait for it."""
         self._here.asked = checkpoint_id
 
     def storage_meta(self) -> StorageMeta | None:
@@ -273,7 +273,7 @@ class YardWriter(StorageWriter, Closing):
         with self._own_save() as save:
             known = self._known_plans(plans)
             if self.generation is None:
-                # The key is the writer's: a save after one whose answer was lost finds its own.
+                # The key is the writer's: if an answer is lost, the next save finds the generation.
                 taken = catalogue.begin_generation(self.run, expect=self._found, key=self._key)
                 self.generation = taken.generation
             save.publication = checked_publication(
@@ -306,7 +306,7 @@ class YardWriter(StorageWriter, Closing):
             joined = save.upload or self._yard.catalogue.join_upload(UploadId(errand.upload))
             with kept_alive(joined) as upload:
                 results = self._write(plan.items, planner, upload)
-                if not is_coordinator:  # who has not written what all ranks share
+                if not is_coordinator:  # which still has to write what all ranks share
                     upload.finish_rank(save.rank)
         if not is_coordinator:
             self._end(save)
@@ -346,7 +346,7 @@ class YardWriter(StorageWriter, Closing):
 
     @contextmanager
     def _own_save(self) -> Iterator[_Save]:
-        """That of this thread, which has failed if this does. Raises Conflict."""
+        """The save of this thread; an error inside makes it a failed one. Raises Conflict."""
         save = self._save
         if save is None or save.thread is not threading.current_thread():
             raise Conflict("this save was given up: its writer was closed, or told to abandon it")
@@ -369,7 +369,7 @@ class YardWriter(StorageWriter, Closing):
                 _log.warning("upload.not_abandoned", upload=save.upload.id, reason=why)
 
     def _known_plans(self, plans: Sequence[SavePlan]) -> list[SavePlan]:
-        """The plans as they were last where nothing has changed, which a planner may leave out.
+        """All plans; a planner may leave out those that have not changed, which are the last ones.
 
         They are sent in full: a rank that took its plan from its cache would not get the errand.
         """
@@ -440,8 +440,9 @@ class YardWriter(StorageWriter, Closing):
     ) -> Version:
         """Write what the ranks share and the manifest, then commit.
 
-        Both at once: for each file HDFS may let its writer wait half a second. A manifest says
-        nothing about packs, and nobody sees it before the commit, which wants all blocks there.
+        Both at once: HDFS may let a writer wait half a second for each file. The manifest may come
+        first: it says nothing about packs, and counts only from the commit on, which requires all
+        blocks.
         """
         digest, stored = manifests.encode(manifest)
         writer, options = self._writer, self._options
@@ -458,7 +459,7 @@ class YardWriter(StorageWriter, Closing):
                     stored,
                     publication.replication,
                     min_replicas=options.min_replicas,
-                    is_new=True,  # of a state that has not changed one is rarely saved
+                    is_new=True,  # a state that has not changed is rarely saved
                 ),
             ),
         )
@@ -492,7 +493,7 @@ def _object(item: WriteItem, planner: SavePlanner) -> Any:
 
 
 def _paths(metadata: Metadata) -> dict[str, tuple[str | int, ...]]:
-    """How the state dict was flattened, in the metadata of a planner that did."""
+    """How the state dict was flattened, by the metadata of a planner that did so."""
     data = metadata.planner_data
     if data is None:
         return {}
@@ -519,7 +520,7 @@ def _store_of(yard: SavingYard) -> Store:
 
 
 def current_generation(catalogue: Catalogue, run: ModelName) -> int:
-    """That of a run; 0 if there is none."""
+    """The generation of a run; 0 if there is no such run."""
     try:
         return catalogue.run(run).generation
     except NoSuchThing:
