@@ -17,7 +17,7 @@ from weightyard.storage.hdfs.tickets import Ticket
 
 @dataclass(frozen=True, slots=True)
 class FolderCondition:
-    """A folder, or what its place would inherit from."""
+    """Who owns a folder, its mode, and whether it is encrypted."""
 
     owner: str
     group: str
@@ -28,7 +28,7 @@ class FolderCondition:
 
 @dataclass(frozen=True, slots=True)
 class ClusterSettings:
-    """What the configuration says, before anything is asked."""
+    """What the configuration says, before any server is asked."""
 
     authority: str
     root: str
@@ -40,7 +40,7 @@ class ClusterSettings:
 
 
 class Condition:
-    """Looks at a store's cluster and folder, each question for itself. Changes nothing."""
+    """Looks at a store's cluster and folder, one question at a time. Changes nothing."""
 
     def __init__(self, url: str, settings: Settings) -> None:
         self._cluster = Cluster.of(url, settings)
@@ -60,7 +60,7 @@ class Condition:
         )
 
     def ticket(self) -> Ticket:
-        """By what Kerberos knows who is asking. Raises NotAllowed, Retryable, BadSetting."""
+        """The Kerberos ticket of whoever runs this. Raises NotAllowed, Retryable, BadSetting."""
         return Ticket.own(self._limit_s)
 
     def is_there(self) -> bool:
@@ -83,7 +83,7 @@ class Condition:
     def is_transfer_protected(self) -> bool:
         """Whether the configuration or the NameNode, asked by WebHDFS, wants transfers protected.
 
-        SASL without encryption (`dfs.data.transfer.protection`) only the configuration tells.
+        Only the configuration tells of SASL without encryption (`dfs.data.transfer.protection`).
         """
         if self._cluster.is_transfer_protected:
             return True

@@ -52,7 +52,7 @@ class Configuration:
         return self.values.get(key, "").strip() or None
 
     def names(self, key: str) -> list[str]:
-        """A list as Hadoop reads it: divided by commas or line ends, with room for spaces."""
+        """A list as Hadoop reads it: divided by commas or line ends, with spaces around allowed."""
         return [name for part in _BETWEEN.split(self.get(key) or "") if (name := part.strip())]
 
     def is_on(self, key: str) -> bool:
@@ -78,7 +78,8 @@ class Cluster:
     is_transfer_protected: bool
     """DataNodes want SASL or encryption before they send a byte."""
     domain_socket: str | None
-    """Where DataNodes of this host hand out the files of replicas; None: they are not asked."""
+    """The UNIX socket on which this host's DataNodes hand out the files of replicas; None: they are
+    not asked."""
     properties: Mapping[str, str] = field(repr=False)
 
     @classmethod
@@ -153,7 +154,7 @@ def _tree(file: Path) -> ElementTree.Element | None:
 def _collect(
     tree: ElementTree.Element, file: Path, values: dict[str, str], above: tuple[Path, ...] = ()
 ) -> None:
-    """Put in the properties of a file and of those it includes, a later one over an earlier."""
+    """Collect the properties of a file and of those it includes; later ones replace earlier."""
     for element in tree:
         if element.tag == "property":
             if name := element.findtext("name"):
@@ -279,7 +280,7 @@ def _namenode_urls(authority: str, configuration: Configuration) -> tuple[str, .
 def _namenodes(authority: str, configuration: Configuration) -> list[tuple[str | None, str]]:
     """The NameNodes of a nameservice, or the one NameNode: RPC addresses, and how keys end.
 
-    None: no key is about it, since the files may be about another cluster than the URL names.
+    None: use no key, since the files may be about another cluster than the URL names.
     """
     if namenodes := configuration.names(f"dfs.ha.namenodes.{authority}"):
         suffixes = [f".{authority}.{name}" for name in namenodes]

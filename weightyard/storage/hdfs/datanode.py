@@ -27,8 +27,8 @@ from weightyard.storage.hdfs.wire import BlockAccess, Status
 from weightyard.storage.store import Read, Replica, Span
 
 STALL_S = 1.5
-"""A DataNode that sends nothing for this long has failed, whatever the deadline. The time it takes
-to look up its name and to connect counts."""
+"""A DataNode that sends nothing for this long has failed, whatever the deadline. The time for
+looking up its name and connecting counts too."""
 
 GAP_BYTES = 64 * 1024
 """Reads this near to each other become one request: skipping is cheaper than asking again."""
@@ -50,7 +50,7 @@ class Run:
     """In the block."""
     length: int
     targets: tuple[memoryview, ...]
-    """As long as the run altogether; what lies between reads goes to a place for rubbish."""
+    """Together as long as the run; bytes between reads go into a buffer for rubbish."""
 
 
 class DataNodeReader:
@@ -83,7 +83,7 @@ class DataNodeReader:
 
     def close(self) -> None:
         with self._lock:
-            self._is_closed = True  # by which reads that go on give up theirs when they end
+            self._is_closed = True  # so reads under way close their connections at the end
             ended, self._idle = self._idle, deque()
         for connection in ended:
             connection.close()
@@ -153,7 +153,7 @@ class DataNodeReader:
             connection.close()
 
     def _take_ended(self) -> list[_Connection]:
-        """Those the DataNodes have closed by now, and the oldest if there are too many."""
+        """Take out connections that DataNodes have closed by now, and the oldest of too many."""
         ended = []
         newest_to_end = time.monotonic() - _IDLE_S
         most_idle = 0 if self._is_closed else _MOST_IDLE
@@ -205,7 +205,7 @@ class _Connection:
         self.datanode = datanode
         self.idle_since = 0.0
         self.progress_at = progress_at
-        """When bytes came last, or when it began to be waited for them."""
+        """When bytes came last, or when waiting for them began."""
         self._doing = f"reading from DataNode {datanode}"
         self._stall_s = stall_s
         self._socket = opened

@@ -1,7 +1,7 @@
-"""Why none of a block's replicas served: they are away, or what they hold is wrong.
+"""Why none of a block's replicas served: their DataNodes are away, or their bytes are wrong.
 
-HDFS's clients say the same of both. hdfs-native reports neither to the NameNode, and Java's clients
-report a wrong replica only while another one is right.
+HDFS's clients say the same in both cases. hdfs-native reports neither to the NameNode, and Java's
+clients report a wrong replica only as long as another one is right.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ _LIMIT_S = 5.0
 
 
 class Diagnosis:
-    """Looks at the replicas of what no way brought that checks HDFS's checksums. Thread-safe."""
+    """Looks at replicas when no way of reading that checks HDFS's checksums served. Thread-safe."""
 
     def __init__(
         self, locate: Callable[[StorePath, Deadline], Location], direct: DataNodeReader | None
     ) -> None:
-        """`direct`: by which a DataNode can be asked for bytes as they are; None: by nothing."""
+        """`direct`: asks DataNodes for bytes without checksums; None: they cannot be asked."""
         self._locate = locate
         self._direct = direct
 
     def find_damage(
         self, location: Location, reads: Sequence[Read], deadline: Deadline
     ) -> str | None:
-        """What is wrong with the replicas, in words, or None if it need not be them.
+        """What is wrong with the replicas, in words, or None if the cause may be another.
 
-        They are wrong if the NameNode has heard so of all of them. And if each answers, has the
-        block and sends of it unchecked what it was asked for.
+        They are wrong if the NameNode knows so of all of them. They also are if every DataNode
+        answers, has the block and sends the bytes asked for when they are not checked.
         """
         doing = f"looking at the replicas of {location.path}"
         try:
@@ -58,7 +58,7 @@ class Diagnosis:
         return f"{location.path}: {_told(pieces, is_known)}"
 
     def _answer(self, piece: Piece, deadline: Deadline) -> bool:
-        """Whether all replicas do. Raises what the first one says that does not."""
+        """Whether all replicas answer. Raises the error of the first that does not."""
         if self._direct is None or piece.span.access is None:
             return False
         for replica in piece.span.replicas:

@@ -1,4 +1,4 @@
-"""Direct writes: new files of HDFS, sent to DataNodes without a client library in between.
+"""Direct writes: new HDFS files are sent to DataNodes without a client library in between.
 
 Why this is written by hand: docs/design/0010-direct-writes.md.
 """
@@ -27,7 +27,7 @@ from weightyard.storage.hdfs.wire import BlockAccess
 _log = Log(__name__)
 
 STALL_S = 10.0
-"""How long nothing may be acknowledged. DataNodes wait for their disks now and then."""
+"""How long acknowledgements may stay away. DataNodes wait for their disks now and then."""
 
 _ANSWER_S = 10.0
 _AVOIDED_S = 60.0
@@ -39,8 +39,8 @@ _BEAT_EVERY_S = 5.0
 class DirectWrites:
     """Writes files through DataNodes' own protocol. Thread-safe.
 
-    A DataNode that fails in the middle fails the file, which is then written anew, elsewhere:
-    files are packs, and RetryingStore can give their bytes once more.
+    If a DataNode fails in the middle, so does the file, and is written anew on others: most files
+    are packs, and RetryingStore can give their bytes once more.
     """
 
     def __init__(self, cluster: Cluster, *, limit_s: float) -> None:
@@ -62,7 +62,7 @@ class DirectWrites:
             if cluster.is_kerberos
             else None
         )
-        """Why files are not written this way; None: they are, as far as is known by now."""
+        """Why files are not written this way; None: as far as is known, they are."""
         self._given_up_until = math.inf
         self._beats = _Beats()
 
@@ -81,7 +81,7 @@ class DirectWrites:
         except (NotServed, MustBeEncrypted) as why:
             raise self._given_up(str(why)) from why
         if not file.is_plain:
-            with suppress(YardError):  # it holds the name, for the way that is taken now
+            with suppress(YardError):  # it has the name that the next way needs
                 self._files.delete(file)
             raise self._given_up(f"{path} is erasure-coded or encrypted")
         self.why_not = None
@@ -118,7 +118,7 @@ class DirectWrites:
         self._files.complete(file, last, time.monotonic() + self._limit_s)
 
     def avoid(self, why: BadDataNode) -> None:
-        """Write to others than those for a while."""
+        """Do not write to these DataNodes for a while."""
         _log.warning("store.datanode_avoided", datanode=why.datanode, reason=why.reason)
         with self._lock:
             for target in why.targets:
@@ -139,7 +139,7 @@ class DirectWrites:
         except YardError:
             if not avoided:
                 raise
-        # Better one that failed a moment ago than none.
+        # Better a DataNode that failed a moment ago than none.
         return self._files.add_block(file, previous, (), until)
 
     def _avoided_now(self) -> Sequence[Target]:
@@ -153,7 +153,7 @@ class DirectWrites:
             return [target for _, target in self._avoided.values()]
 
     def _given_up(self, reason: str) -> CannotWrite:
-        """Leave writing to others for a while: what stands in the way may be mended."""
+        """Leave writing to other ways for a while: what prevents this one may be mended."""
         _log.info("store.no_direct_writes", reason=reason)
         self.why_not, self._given_up_until = reason, time.monotonic() + _GIVEN_UP_S
         return CannotWrite(reason)
@@ -203,7 +203,7 @@ class _DirectFile(Sink):
 
 
 class _Beats:
-    """Keeps DataNodes waiting for writers that take long, by a thread while there are any."""
+    """Keeps DataNodes waiting for slow writers, by a thread that runs while there are any."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()

@@ -39,15 +39,15 @@ _PIECE_BYTES = 16 * 1024 * 1024
 _MIB = 1024 * 1024
 _SOCKET_S = 10.0
 
-# Where no replica is good Java's client asks all of them four times, and would wait between for
-# half a minute.
+# If no replica is good, Java's client asks all of them four times, and would wait half a minute in
+# between.
 _HASTE = {"dfs.client.retry.window.base": "300"}
 _ALL_FAILED = re.compile(r'DataTransferError\("All DataNodes failed.*', re.DOTALL)
 
 
 class NoneServed(StoreUnavailable):
-    """The NameNode told where the file is, and no DataNode gave its bytes: they are away, or what
-    they have fails HDFS's checksums."""
+    """The NameNode said where the file is, but no DataNode gave its bytes: DataNodes are away, or
+    their bytes fail HDFS's checksums."""
 
 
 class Fallback(Protocol):
@@ -88,7 +88,7 @@ class WhenNeeded:
 
 
 class NativeReads:
-    """By hdfs-native: checks CRCs and goes to another replica by itself; copies twice."""
+    """By hdfs-native, which checks CRCs and goes to another replica by itself, but copies twice."""
 
     path = ReadPath.NATIVE
 
@@ -189,8 +189,8 @@ class LibhdfsReads:
                     for start in range(0, len(wanted.into), _MIB):
                         into = wanted.into[start : start + _MIB]
                         _fill(file.readinto, piece[: len(into)], doing, deadline)
-                        # A call given up on goes on by itself, and must not write where the
-                        # caller has other bytes by now.
+                        # A call given up on goes on by itself: it must not write into memory that
+                        # the caller uses for other bytes by now.
                         with giving_up:
                             if is_given_up:
                                 return
@@ -214,7 +214,8 @@ class LibhdfsReads:
     def _connected(self) -> Any:
         with self._lock:
             if self._why_not is not None:
-                # A new one each time: those who caught one before have it with their buffers.
+                # A new error each time: the traceback of one raised before keeps its caller's
+                # buffers.
                 raise Unsupported(self._why_not)
             if self._files is None:
                 try:
@@ -291,13 +292,13 @@ def _get(
 
 
 def _receive(answer: Any, into: memoryview) -> int:
-    """What has come, at least a byte: waiting for more, one would not look at the deadline."""
+    """What has come, at least a byte: waiting for more would ignore the deadline."""
     data = answer.read1(len(into))
     into[: len(data)] = data
     return len(data)
 
 
 def _shut_down(opened: socket.socket) -> None:
-    """Have whoever waits for bytes of it, in the clear or by TLS, wait no longer."""
+    """End the wait of whoever waits for bytes on it, in the clear or by TLS."""
     with suppress(OSError):
         socket.socket.shutdown(opened, socket.SHUT_RDWR)

@@ -1,6 +1,6 @@
 """Locations as a service tells them: all a reader needs to go straight to the DataNodes.
 
-Block tokens are in them. They are secrets: an answer is never logged, and kept nowhere for long.
+Block tokens are in them, which are secrets: an answer is never logged, and kept nowhere for long.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from weightyard.storage.hdfs.wire import BlockAccess, BlockToken
 from weightyard.storage.store import Location, Replica, Span, StorePath
 
 MAX_FILES = 32_768
-"""In one answer: 4 TiB of packs."""
+"""The most files in one answer: 4 TiB of packs."""
 
 MAX_LOCATED_BYTES = 64 * 1024 * 1024
-"""Of one answer's JSON: two thousand for each file."""
+"""The longest JSON of one answer: two thousand bytes for each file."""
 
 _Length = Annotated[int, msgspec.Meta(ge=0, lt=2**62)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=512, pattern=r"^[!-~]*$")]
 _Address = Annotated[str, msgspec.Meta(max_length=512, pattern=r"^([!-~]+:[0-9]{1,5}|localhost)$")]
-"""`localhost` is what a folder says of itself, where ranks tell each other of one."""
+"""`localhost` is what a store in a local folder says, if ranks tell each other of its files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Located:
     """Where files lie, as told at one time."""
 
     stamp: str
-    """Of that time: another answer has another."""
+    """Names that time: another answer has another stamp."""
     locations: Mapping[StorePath, Location]
 
 
@@ -79,12 +79,12 @@ class _Answer(msgspec.Struct):
 
 
 def to_json(stamp: str, locations: Iterable[Location]) -> bytes:
-    """An answer; what a single DataNode cannot serve is in it without a block."""
+    """An answer; spans that a single DataNode cannot serve have no block in it."""
     return msgspec.json.encode(_Answer(stamp, [_file(location) for location in locations]))
 
 
 def from_json(text: bytes, *, uses_hostname: bool = False) -> Located:
-    """What `to_json` was given. Raises RegistryUnavailable: no service of ours says this.
+    """What `to_json` was given. Raises RegistryUnavailable for what no service of ours would say.
 
     `uses_hostname`: DataNodes are to be reached by their names, whatever the service does.
     """

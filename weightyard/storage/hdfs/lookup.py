@@ -1,4 +1,4 @@
-"""Where a DataNode's name leads: its addresses, and whether that is this host."""
+"""Lookup: the addresses of a DataNode's name, and whether they are this host's."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Lookup:
         self._is_here: dict[str, bool] = {}
 
     def addresses(self, datanode: str, limit_s: float) -> Sequence[Address]:
-        """Of `host:port`. Raises DataNodeFailed."""
+        """The addresses of `host:port`. Raises DataNodeFailed."""
         host, _, port = datanode.rpartition(":")
         try:
             ask = partial(socket.getaddrinfo, host.strip("[]"), int(port), type=socket.SOCK_STREAM)
@@ -55,7 +55,7 @@ class Lookup:
 
 
 def _is_own(address: Address) -> bool:
-    """Only an address of this host can be listened on."""
+    """Whether it is this host's: only then can a socket be bound to it."""
     family, kind, protocol, _, (host, _port, *rest) = address
     with socket.socket(family, kind, protocol) as probe:
         try:

@@ -1,4 +1,4 @@
-"""What only a NameNode's HTTP side tells: where blocks are; and storage policies."""
+"""What only the HTTP side of a NameNode offers: where blocks are, and storage policies."""
 
 from __future__ import annotations
 
@@ -39,7 +39,8 @@ MAX_ANSWER_BYTES = 64 * 1024 * 1024
 """About a hundred thousand HDFS blocks."""
 
 STALE_S = 30.0
-"""A DataNode not heard of for this long is rather not read; HDFS lists it for ten minutes more."""
+"""A DataNode the NameNode has not heard from for so long is read last. HDFS still lists it for ten
+minutes more."""
 
 _T = TypeVar("_T")
 
@@ -85,8 +86,8 @@ class NameNode:
         located = self.spread(path, deadline)
         if not any(span.access for span in located.spans):  # no DataNode can be asked for its bytes
             return located
-        # The bytes on a DataNode are ciphertext inside an encryption zone, and only the status
-        # tells. A zone is made of an empty folder, so what holds a file keeps its answer.
+        # In an encryption zone the bytes on DataNodes are ciphertext, which only the status tells.
+        # Only an empty folder can become a zone: so for one that holds a file the answer stays.
         folder = self._cluster.at(path).rpartition("/")[0] or "/"
         if self._is_encrypted(folder, path, deadline):
             return Location(
@@ -147,7 +148,7 @@ class NameNode:
         return self._is_encrypted(self._cluster.at(folder), folder, deadline)
 
     def clock_s(self, deadline: Deadline) -> float:
-        """What time it is there, to a second. Raises Unsupported if it does not say."""
+        """The NameNode's time, to a second. Raises Unsupported if it does not say."""
         with _translated("/"):
             answer = self._client.file_status("/", deadline=deadline)
             _body(answer, "/", deadline)
@@ -185,7 +186,7 @@ class NameNode:
 def parse_locations(
     raw: bytes, path: StorePath, uses_hostname: bool, now_s: float | None = None
 ) -> Location:
-    """A location from a NameNode's answer. What it says must cover the file exactly.
+    """A location from a NameNode's answer, whose blocks must cover the file exactly.
 
     Blocks without an id (a gateway's answer) and erasure coded ones (their ids are negative) give
     spans without `access`: a single DataNode cannot serve them. Raises UnderConstruction,
@@ -307,11 +308,11 @@ class _Operations:
         self._session.close()  # type: ignore[attr-defined]
 
     def resolve(self, path: str) -> str:
-        """A path means itself: the package would expand `#LATEST` in it."""
+        """A path is taken literally: the package would expand `#LATEST` in it."""
         return path
 
     def _request(self, method: str, url: str, params: dict[str, Any], **more: Any) -> Any:
-        """As the package's, which has the same time-outs for every call and every NameNode."""
+        """As the package's own, but that has the same time-outs for all calls and NameNodes."""
         query = {**params}
         deadline: Deadline = query.pop("deadline")
         limits_s = [deadline.left_at_most(s, "asking a NameNode") for s in (_CONNECT_S, _ANSWER_S)]
@@ -324,7 +325,7 @@ class _Operations:
             stream=True,
             **more,
         )
-        if not answer.ok:  # the package will read what it says, and knows no deadline
+        if not answer.ok:  # read it here: the package would do so without a deadline
             answer.raw = BytesIO(_body(answer, url, deadline))
         return answer
 
@@ -334,7 +335,7 @@ class _SimpleClient(_Operations, InsecureClient):  # type: ignore[misc]
 
 
 class _KerberosClient(_Operations, Client):  # type: ignore[misc]
-    """Its session shows tickets. For those a KDC may be asked, and GSSAPI knows no deadline."""
+    """Its session shows tickets. A KDC may be asked for them, and GSSAPI knows no deadline."""
 
     def __init__(self, urls: str, session: requests.Session) -> None:
         super().__init__(urls, session=session)
@@ -368,7 +369,7 @@ def _client(cluster: Cluster) -> Any:
 def _body(answer: requests.Response, path: StorePath | str, deadline: Deadline) -> bytes:
     parts, length = [], 0
     with closing(answer):
-        # As it comes: what waits for more at once would not look at the deadline meanwhile.
+        # As it comes: a call that waited for more would ignore the deadline meanwhile.
         while part := answer.raw.read1(1 << 20, decode_content=True):
             deadline.left(f"asking a NameNode about {path}")
             parts.append(part)
@@ -386,7 +387,7 @@ def _decoded(raw: bytes, kind: type[_T], path: StorePath | str) -> _T:
 
 
 def _server_time_s(answer: requests.Response) -> float | None:
-    """The NameNode's clock, which DataNodes' last signs of life are told by."""
+    """The NameNode's clock, by which it gives the times of DataNodes' last signs of life."""
     try:
         return parsedate_to_datetime(answer.headers["Date"]).timestamp()
     except (KeyError, ValueError, TypeError):

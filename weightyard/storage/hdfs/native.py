@@ -97,13 +97,13 @@ class Namespace:
         with self._lock:
             others = self._making.get(folder)
             mine = self._making.setdefault(folder, threading.Event())
-        if others is not None:  # of an upload's first files several are begun at once
+        if others is not None:  # an upload begins several of its first files at once
             others.wait(self._answer_s)
             if folder in self._known:
                 return
 
         def make() -> None:
-            # Does nothing to a folder that is there: whether it is need not be asked.
+            # Does nothing if the folder is there: so that need not be asked first.
             try:
                 self.call(f"making {folder}", lambda client: client.mkdirs(folder, mode, False))
             except AlreadyThere:
@@ -128,7 +128,7 @@ class Namespace:
             mine.set()
 
     def own(self, folder: str, ownership: Ownership) -> None:
-        """Give a folder its mode, owner and group; asks for nothing that is so already."""
+        """Give a folder its mode, owner and group; changes only what is not so already."""
         now = self.status(folder)
         mode = ownership.folder_mode
         if now.permission & 0o7777 != mode:
@@ -141,7 +141,7 @@ class Namespace:
             self.call(doing, lambda client: client.set_owner(folder, owner, group))
 
     def rename(self, source: str, target: str, folder_mode: int) -> None:
-        """Give a file another name, which nobody has; its folder is made if missing."""
+        """Give a file another name, which is not taken; its folder is made if missing."""
         doing = f"renaming {source} to {target}"
         self.in_folder(
             target,
@@ -165,7 +165,7 @@ class Namespace:
     def in_folder(self, path: str, mode: int, act: Callable[[], _T]) -> _T:
         """Do what needs a path's folder; if there is none, make it, and do it then.
 
-        Asking first would be a call for each file, and in a yard that is not new folders are there.
+        Asking first would be a call for each file, though only a new yard lacks folders.
         """
         try:
             return act()
@@ -178,7 +178,7 @@ class Namespace:
     def create(
         self, path: str, mode: int, replication: int | None, block_bytes: int | None
     ) -> Sink:
-        """Open a new file in a folder that is there; None: as HDFS has it."""
+        """Open a new file in a folder that is there; None: HDFS's default."""
         options = WriteOptions(
             block_size=block_bytes,
             replication=replication,
@@ -192,11 +192,11 @@ class Namespace:
     def call(
         self, doing: str, function: Callable[[Client], _T], limit_s: float | None = None
     ) -> _T:
-        """Ask a NameNode something; `limit_s`: if its answer is of no use later."""
+        """Ask a NameNode something; `limit_s`: for how long its answer is of use."""
         client, answer_s = self._client, self._answer_s
         if limit_s is None or limit_s >= answer_s:
             return self.watch(doing, answer_s, lambda: function(client), client)
-        # A client that had less time than it is due does not hang.
+        # If it had less time than usual, a client without an answer does not count as hanging.
         return self.watch(doing, limit_s, lambda: function(client))
 
     def watch(
@@ -206,7 +206,7 @@ class Namespace:
         function: Callable[[], _T],
         client: Client | None = None,
     ) -> _T:
-        """One call of hdfs-native, bounded, its errors translated; a client that hangs is left."""
+        """One call of hdfs-native, bounded, its errors translated; a hanging client is replaced."""
         try:
             return self._watched.call(doing, limit_s, function)
         except StoreUnavailable:
@@ -242,7 +242,7 @@ class Namespace:
             raise BadSetting(f"{self._cluster.url}: hdfs-native cannot use it: {why}") from why
 
     def _replace(self, hanging: Client) -> None:
-        """Leave a client that waits for a NameNode which does not answer; ask the next first."""
+        """Replace a client that waits for a silent NameNode by one that asks the next one first."""
         with self._lock:
             if self._client is hanging:
                 self._attempt += 1
@@ -275,7 +275,7 @@ class _NativeFile(Sink):
 def _write_copies(writer: FileWriter, data: memoryview) -> None:
     """hdfs-native takes a memoryview byte by byte, ten times slower than bytes.
 
-    Copies this short come from memory that was just used; longer ones from fresh pages.
+    Copies as short as these are made in memory that was just used, longer ones in fresh pages.
     """
     for start in range(0, len(data), _COPY_BYTES):
         writer.write(bytes(data[start : start + _COPY_BYTES]))
@@ -291,7 +291,7 @@ _LOGIN_ERRORS = ("SASLError", "GSSAPIError", "NoSASLMechanism")
 
 
 def _translated(doing: str, why: Exception) -> YardError:
-    """hdfs-native's errors as the error tree: it says Java's class and message as text."""
+    """hdfs-native's errors as our own: their text has Java's class and message."""
     text = str(why)
     if rpc := _RPC_ERROR.match(text):
         return remote.error(doing, remote.short_name(rpc[1]), rpc[2])

@@ -18,7 +18,7 @@ _SHORTEST_WAIT_S, _LONGEST_WAIT_S = 0.002, 0.2
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What a NameNode takes where nothing is said."""
+    """What a NameNode uses where a client does not say."""
 
     block_bytes: int
     replication: int
@@ -42,7 +42,7 @@ class Target:
     datanode: str
     """`host:port`."""
     names: tuple[str, ...]
-    """All by which other DataNodes may speak of it."""
+    """All the names by which other DataNodes may refer to it."""
     described: bytes = field(repr=False)
     """As the NameNode describes it, and wants it described."""
     storage_type: int
@@ -58,7 +58,7 @@ class NewBlock:
 
 
 class NewFiles:
-    """The calls that writing takes, for one writer. Thread-safe.
+    """The calls to a NameNode that writing needs, for one writer. Thread-safe.
 
     Call order: create → add_block … → complete; abandon takes a block back that was not written.
     They raise what a NameNode refuses, and StoreUnavailable.
@@ -92,7 +92,7 @@ class NewFiles:
     def add_block(
         self, file: NewFile, previous: BlockAccess | None, excluded: Sequence[Target], until: float
     ) -> NewBlock:
-        """The file's next block. `until`: how long to wait for the one before to be told of."""
+        """The file's next block. `until`: how long to wait for DataNodes to report the last one."""
         message = bytes_field(1, file.path.encode()) + self._client
         if previous is not None:
             message += bytes_field(3, extended_block(previous))
@@ -123,7 +123,7 @@ class NewFiles:
         self._calls.call(f"deleting {file.path}", "delete", message)
 
     def complete(self, file: NewFile, last: BlockAccess | None, until: float) -> None:
-        """Close the file: from now on it has the length of its blocks, and stays as it is."""
+        """Close the file: from then on it has the length of its blocks and never changes."""
         message = bytes_field(1, file.path.encode()) + self._client
         if last is not None:
             message += bytes_field(3, extended_block(last))
@@ -172,7 +172,7 @@ class NewFiles:
 
 
 def _waits() -> Iterator[float]:
-    """DataNodes tell of a block within milliseconds, if nothing is amiss."""
+    """Short ones first: DataNodes normally report a block within milliseconds."""
     wait_s = _SHORTEST_WAIT_S
     while True:
         yield wait_s

@@ -1,4 +1,4 @@
-"""One HDFS block on its way: packets to the first of its DataNodes, acknowledgements from all.
+"""Writing one HDFS block: packets go to the first of its DataNodes, acknowledgements come from all.
 
 Why this is written by hand: docs/design/0010-direct-writes.md.
 """
@@ -23,10 +23,10 @@ from weightyard.storage.hdfs.protobuf import Malformed, parse_varint
 from weightyard.storage.hdfs.wire import BlockAccess, Packet, Status
 
 PACKET_BYTES = 512 * 1024
-"""What is sent, forwarded and acknowledged at once. HDFS's own clients send 64 KiB."""
+"""How much is sent, forwarded and acknowledged at once. HDFS's own clients send 64 KiB."""
 
 CHECKSUM_BYTES = 16 * 1024
-"""Bytes to a checksum. HDFS's own clients take 512, too few for a call of Python's each."""
+"""Bytes per checksum. HDFS's own clients take 512: too few for one call from Python each."""
 
 _WINDOW = 8  # Packets on their way: DataNodes pass on, write and check at the same time.
 _CONNECT_S = 3.0
@@ -37,7 +37,7 @@ _MAX_MESSAGE_BYTES = 64 * 1024
 
 
 class BadDataNode(DataNodeFailed):
-    """A DataNode did not take its copy of a block. `targets`: those to be left out next time."""
+    """A DataNode did not take its copy of a block. `targets`: those to leave out next time."""
 
     def __init__(self, targets: tuple[Target, ...], reason: str) -> None:
         super().__init__(", ".join(one.datanode for one in targets), reason)
@@ -63,7 +63,7 @@ class Pipeline:
         self._lookup = lookup
         self._stall_s = stall_s
         self._lock = threading.Lock()  # who sends
-        self._tail = bytearray()  # less than a checksum is about: waits for more
+        self._tail = bytearray()  # less than one checksum covers: waits for more
         self._offset = self._sequence = self._acknowledged = 0
         self._received = bytearray()
         self._progress_at = time.monotonic()
@@ -75,7 +75,7 @@ class Pipeline:
             raise
 
     def write(self, data: memoryview) -> None:
-        """Send bytes, all but a few that are kept: the memory is the caller's again."""
+        """Send bytes, but for a few that are copied: then the memory is the caller's again."""
         self.taken += len(data)
         head = b""
         if self._tail:
@@ -95,7 +95,7 @@ class Pipeline:
         self._tail = bytearray(data[whole:])
 
     def finish(self) -> BlockAccess:
-        """Wait until every DataNode has all of it; the block with its length."""
+        """Wait until every DataNode has all of the block. Returns it with its length."""
         with self._sending():
             if self._tail:
                 self._send_data(bytes(self._tail), memoryview(b""))
@@ -109,7 +109,7 @@ class Pipeline:
     def beat(self) -> None:
         """Say that more will come: DataNodes give up a writer that is silent for a minute.
 
-        Whatever is wrong shows when more is written.
+        Errors are left for the next write to find.
         """
         if self._lock.acquire(blocking=False):  # else it is being written
             try:
@@ -138,7 +138,7 @@ class Pipeline:
             raise BadDataNode(tuple(named) or self._targets[:1], f"does not take {block}: {said}")
 
     def _send_data(self, head: bytes, body: memoryview) -> None:
-        """A packet: all of what its checksums are about, except at the end of the block."""
+        """Send a packet: bytes for whole checksums, except at the end of the block."""
         cuts = range(0, len(body), CHECKSUM_BYTES)
         sums = [crc32c(head)] if head else []
         sums += [crc32c(body[cut : cut + CHECKSUM_BYTES]) for cut in cuts]
@@ -154,7 +154,7 @@ class Pipeline:
         try:
             self._send_all([header, *data])
         except _HungUp:
-            while True:  # what came before it ended may say which DataNode is to blame
+            while True:  # what came before may say which DataNode is to blame
                 self._take_acks()
 
     def _send_all(self, views: list[memoryview]) -> None:
@@ -173,7 +173,7 @@ class Pipeline:
                 sockets.drop(views, sent)
 
     def _take_acks(self, flags: int = 0) -> None:
-        """Wait for acknowledgements, no longer than a tick."""
+        """Wait for acknowledgements, but no longer than a tick."""
         try:
             self._receive(flags)
         except _HungUp as why:
@@ -189,7 +189,7 @@ class Pipeline:
                 raise BadDataNode(self._targets[:1], f"acknowledged packet {sequence}")
 
     def _receive(self, flags: int = 0) -> None:
-        """Take what comes. Raises BadDataNode if nothing has for long."""
+        """Take what comes. Raises BadDataNode if nothing has come for too long."""
         try:
             part = self._socket.recv(_MAX_MESSAGE_BYTES, flags)
         except BlockingIOError:
@@ -207,7 +207,7 @@ class Pipeline:
         self._received += part
 
     def _next_message(self) -> bytes | None:
-        """The next one that has come whole."""
+        """The next message that has come whole; None: there is none."""
         if not any(byte < 0x80 for byte in self._received[:10]):
             if len(self._received) >= 10:
                 raise BadDataNode(self._targets[:1], "answered something else")
@@ -222,14 +222,14 @@ class Pipeline:
         return message
 
     def _silent(self) -> tuple[Target, ...]:
-        """Those that do not hang up on who hangs up: a DataNode passes on nobody's silence."""
+        """DataNodes that do not hang up when we do: none tells which one behind it is silent."""
         silent = tuple(one for one in self._targets if not _answers(one, self._lookup))
         return silent or self._targets[:1]
 
     @contextmanager
     def _sending(self) -> Iterator[None]:
         with self._lock:
-            self._progress_at = time.monotonic()  # what happened before is not its fault
+            self._progress_at = time.monotonic()  # time before this does not count
             try:
                 yield
             except Malformed as why:

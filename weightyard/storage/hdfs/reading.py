@@ -1,4 +1,4 @@
-"""Which way bytes come: directly where that works, else by the first other way that does."""
+"""By which way bytes come: directly if that works, else by the first other way that does."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ _log = Log(__name__)
 _RECHECK_S = 60.0
 
 FindDamage = Callable[[Location, Sequence[Read], Deadline], str | None]
-"""What is wrong with the replicas of what was to be read, if it is that: see `Diagnosis`."""
+"""What is wrong with the replicas that were to be read, if that is the cause: see `Diagnosis`."""
 
 
 class Reading:
     """Reads by the ways given. Thread-safe.
 
-    What lies on this host is read from its files, where DataNodes hand them out. Whether direct
-    reads work otherwise shows by the first ones: they do once a DataNode has answered. From
-    then on a DataNode that fails is a DataNode that failed, until all that have a block did. If no
-    DataNode has answered yet and all that have a block failed, the next way is used that serves,
-    and direct reads are tried again after a minute.
+    Replicas on this host are read from their files, if its DataNodes hand them out. Whether other
+    direct reads work is found out by trying: they do once any DataNode has answered. From then on a
+    failure is that of one DataNode, and other ways are used only if all that have a block fail. If
+    no DataNode has answered yet and all that have a block fail, direct reads count as not working:
+    other ways are used, and direct reads tried again after a minute.
 
-    An error that is kept is a copy, and what is raised is a copy of that: one that was raised has
-    the frames it passed, and they have the caller's buffers.
+    Kept errors are copies, and what is raised is a copy of those: an error that was raised keeps
+    its frames, and they keep the caller's buffers.
     """
 
     def __init__(
@@ -128,12 +128,12 @@ class Reading:
         deadline: Deadline,
         failures: list[YardError],
     ) -> Served | None:
-        """None: they may be away. Raises ReplicasDamaged if they answer and do not serve."""
+        """Raises ReplicasDamaged if DataNodes answer but do not serve; None: they may be away."""
         found = self._find_damage(location, reads, deadline)
         if found is None:
             return None
-        # What has passed meanwhile looks the same. Damage is there to stay, and what fails because
-        # time is up shows none.
+        # Try once more: a failure that has passed by now looks the same, while damage stays. A
+        # failure because time is up proves nothing.
         try:
             served, again = self._try_each_way(location, reads, deadline)
             if served is None:
@@ -147,7 +147,7 @@ class Reading:
     def _try_each_way(
         self, location: Location, reads: Sequence[Read], deadline: Deadline
     ) -> tuple[Served | None, list[YardError]]:
-        """Read by the first way that serves; with what the ways before it said."""
+        """Read by the first way that serves. Also returns the errors of those before it."""
         failures: list[YardError] = []
         for way in self._fallbacks:
             try:
@@ -164,16 +164,15 @@ class Reading:
 
 
 def _is_of_replicas(failures: Sequence[YardError]) -> bool:
-    """Whether every way that works here got as far as the replicas, and none of them served."""
+    """Whether every way that works here got as far as the replicas, but none served."""
     tried = [why for why in failures if not isinstance(why, Unsupported)]
     return bool(tried) and all(isinstance(why, NoneServed | StaleLocation) for why in tried)
 
 
 def _most_telling(failures: Sequence[YardError]) -> YardError:
-    """What to raise: that a file is shorter, or else what the last way said that works here.
+    """What to raise: that a file is shorter than it was, else the error of the last way that works.
 
-    Not every way says so of a file that is shorter than it was, and whoever is told locates it
-    again.
+    Not every way notices a shorter file, and a caller that is told so locates it again.
     """
 
     def weight(why: YardError) -> int:
@@ -203,11 +202,11 @@ class Directness:
             now = time.monotonic()
             is_due = now > self._tried_at + _RECHECK_S
             if is_due:
-                self._tried_at = now  # others do not wait for what comes of it
+                self._tried_at = now  # others do not wait for the outcome
             return is_due
 
     def answered(self) -> None:
-        """By a DataNode, whatever it said: they work."""
+        """A DataNode answered, whatever it said: so direct reads work."""
         if not self.is_proven:
             with self._lock:
                 self._works = True
@@ -224,7 +223,7 @@ class Directness:
             return self._works is not True and holders <= self._failed
 
     def refuted(self) -> None:
-        """All that one read asked failed. Another one may have been answered meanwhile."""
+        """All DataNodes that one read asked failed; but another read may have had an answer."""
         with self._lock:
             if self._works is not True:
                 self._works, self._tried_at = False, time.monotonic()
@@ -256,11 +255,11 @@ class _Asking:
         return Served(ReadPath.DIRECT, one_of(served) or replica)
 
     def is_refuted_by(self, why: DataNodeFailed, pieces: Sequence[Piece]) -> bool:
-        """Whether it shows by a replica's failure that direct reads do not work here.
+        """Whether a replica's failure shows that direct reads do not work here.
 
-        They do not if all that have these pieces failed. The others are asked only after one that
-        hung up, as those do that want SASL: that took no time. Whoever named a replica is told soon
-        of one that is silent.
+        They do not if all DataNodes that have these pieces failed. The others are asked only if
+        this one hung up, as those do that want SASL: that took no time. If it was silent, a caller
+        that named it must hear of that soon.
         """
         if self.directness.is_proven:
             return False
@@ -275,12 +274,12 @@ class _Asking:
         return self.directness.is_refuted_by(spans.keys())
 
     def _read_from_any(self, location: Location, piece: Piece, failed: set[str]) -> Replica:
-        """Ask the replicas in their order, those that failed or are not well at last."""
+        """Ask the replicas in their order, but last those that failed or are not in order."""
 
         def is_doubtful(replica: Replica) -> bool:
             return replica.datanode in failed or replica.state != "normal"
 
-        # Told while none was up that has the block: one may be by now, and nobody else is asked.
+        # If no DataNode had the block when it was located, one may have it by now.
         why: YardError = StaleLocation(f"{location.path}: no DataNode had it when it was located")
         for replica in sorted(piece.span.replicas, key=is_doubtful):
             try:

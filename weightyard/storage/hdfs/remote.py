@@ -1,4 +1,4 @@
-"""What a NameNode refuses, as the error tree: it names a Java class and says why in a line."""
+"""A NameNode's refusals as our errors: it names a Java class and says why in a line."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NotEmpty(Conflict):
 
 
 class MustBeEncrypted(Unsupported):
-    """The folder is in an encryption zone: who writes there has to encrypt."""
+    """The folder is in an encryption zone: writers have to encrypt."""
 
 
 class NotActive(StoreUnavailable):
@@ -37,11 +37,11 @@ class NotActive(StoreUnavailable):
 
 
 class NotYet(StoreUnavailable):
-    """The block before is not on enough DataNodes yet, by what they have told."""
+    """Too few DataNodes have reported the block before as yet."""
 
 
 BELOW_A_FILE = "(is not a directory)"
-"""What a NameNode says of a path below a file: for most calls as if it were forbidden."""
+"""What a NameNode says of a path below a file; for most calls in the form of a denied access."""
 
 _BY_JAVA_CLASS: dict[str, type[YardError]] = {
     "FileNotFoundException": FileMissing,
@@ -64,12 +64,12 @@ _BY_JAVA_CLASS: dict[str, type[YardError]] = {
 
 
 def short_name(java_class: str) -> str:
-    """Of a class of Java's, without its package and the class it lies in."""
+    """The name of a Java class without its package and outer class."""
     return java_class.rpartition(".")[2].rpartition("$")[2]
 
 
 def error(doing: str, java_class: str, message: str) -> YardError:
-    """The error for an exception of Java's: its class by its short name, and what it says."""
+    """Our error for a Java exception, given the short name of its class and its message."""
     kind = _BY_JAVA_CLASS.get(java_class, StoreUnavailable)
     if "replication factor" in message or "less than configured minimum" in message:
         kind = BlockTooSmall if "min-block-size" in message else Unsupported
@@ -84,5 +84,5 @@ def error(doing: str, java_class: str, message: str) -> YardError:
 
 
 def first_line(text: str) -> str:
-    """Without the stack trace that follows it, and not endless."""
+    """The first line of a text, without the stack trace behind it, and of bounded length."""
     return _LINE_END.split(text, maxsplit=1)[0][:_MAX_LINE_CHARS]

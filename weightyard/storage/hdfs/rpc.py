@@ -1,7 +1,7 @@
-"""Calls to the active NameNode by Hadoop's RPC, of clusters that take a user's word for his name.
+"""Calls to the active NameNode by Hadoop's RPC, on clusters that believe any user name.
 
-hdfs-native makes all others, and speaks Kerberos. Here are those of a direct write, which it does
-not offer. Why: docs/design/0010-direct-writes.md.
+Here are the calls that a direct write needs and hdfs-native does not offer; all others go by that,
+which knows Kerberos too. Why: docs/design/0010-direct-writes.md.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PROTOCOL = b"org.apache.hadoop.hdfs.protocol.ClientProtocol"
 _GREETING = b"hrpc" + bytes((9, 0, 0))  # version, class of service, no SASL
 _BY_PROTOBUF = 2
 _FINAL = 0
-_CONNECTING = -3  # the call number of what is said on connecting
+_CONNECTING = -3  # the call number of the message that opens a connection
 _MAX_ANSWER_BYTES = 1024 * 1024
 _MOST_IDLE = 16
 _ROUNDS = 2
 _LENGTH = struct.Struct(">I")
 
-# Of what a NameNode hangs up for. It also does when its queue of calls is full, and says so by a
-# RetriableException, "Server too busy - disconnecting": that is no reason to go another way.
+# Refusals after which a NameNode hangs up for good. It also hangs up when its queue of calls is
+# full, with a RetriableException, "Server too busy - disconnecting": then another way is no help.
 _NOT_SERVED = frozenset(
     (
         "AccessControlException",
@@ -56,14 +56,14 @@ _NOT_SERVED = frozenset(
 
 
 class NotServed(Unsupported):
-    """The NameNode does not talk to who cannot prove a name, or not by this protocol."""
+    """The NameNode wants its callers to prove their names, or does not speak this protocol."""
 
 
 class NameNodeCalls:
     """Calls of ClientProtocol. Thread-safe; each uses its caller's thread and is bounded.
 
-    A call whose answer was lost is made again with its number, by which a NameNode, and the one
-    that takes over from it, knows that it was made already.
+    A call whose answer was lost is repeated with the same number, by which the NameNode, or the one
+    that takes over from it, knows that it has made it already.
     """
 
     def __init__(self, namenodes: Sequence[str], user: str, *, answer_s: float) -> None:
@@ -83,7 +83,7 @@ class NameNodeCalls:
         self._is_closed = False
 
     def call(self, doing: str, method: str, message: bytes) -> bytes:
-        """The answer's message.
+        """Make a call. Returns the answer's message.
 
         Raises what `remote.error` makes of the NameNode's refusal, NotServed, StoreUnavailable.
         """
@@ -95,7 +95,7 @@ class NameNodeCalls:
             namenode = self._namenodes[asked]
             header = _header(self._caller, number, attempt)
             request = _framed(delimited(header) + delimited(what) + delimited(message))
-            # One that is silent leaves their share to those that come after it in this round.
+            # If this NameNode is silent, those after it in this round keep their share of the time.
             others = len(self._namenodes) - 1 - attempt % len(self._namenodes)
             began, is_over = time.monotonic(), False
             try:
@@ -175,7 +175,7 @@ class NameNodeCalls:
             one.close()
 
     def _ask_next(self, asked: int) -> None:
-        """Another NameNode from now on; and no connection to this one that may have ended too."""
+        """Ask another NameNode from now on, and drop idle connections, which may have ended too."""
         with self._lock:
             if self._asked == asked:
                 self._asked = (asked + 1) % len(self._namenodes)
@@ -197,7 +197,7 @@ class _Connection:
     def ask(
         self, number: int, request: bytes, doing: str, deadline: Deadline
     ) -> tuple[Exception | None, bytes]:
-        """Whether the call was refused, and what was answered. After an error: of no more use."""
+        """The refusal, or None and the answer. After an error the connection is of no more use."""
         self._socket.settimeout(deadline.left(doing))
         self._socket.sendall(request)
         (length,) = _LENGTH.unpack(self._receive(_LENGTH.size, doing, deadline))

@@ -1,8 +1,8 @@
 """Short-circuit reads: a DataNode of this host hands out the file of a replica, which is read here.
 
-The DataNode listens on a UNIX socket for those who ask. It looks at their block token, and passes
-the open file on; no byte of data goes through it, nor through any network. On a UNIX socket it
-wants neither SASL nor encryption, so this works where it talks to nobody else in the clear.
+The DataNode listens on a UNIX socket. It looks at a caller's block token, and passes the open file
+on; no byte of data goes through the DataNode, nor through any network. On a UNIX socket it wants
+neither SASL nor encryption, so this works even where network reads in the clear do not.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from weightyard.storage.store import ReadPath, Replica, Served
 _log = Log(__name__)
 
 _ANSWER_S = 0.4
-"""It runs on this host: one that is silent for longer will not answer over the network either."""
+"""The DataNode runs on this host: if it is silent for longer, the network will not help either."""
 
 _AGAIN_S = 60.0
-"""How long a DataNode that hands out nothing is not asked again."""
+"""For how long a DataNode that hands out nothing is not asked again."""
 
 _MOST_FILES = 8
-"""Replicas kept open for the next read. The disk space of one that is deleted meanwhile is free
-only when it is closed here, so they are few."""
+"""How many replicas are kept open for the next read. If one is deleted meanwhile, its disk space
+becomes free only when it is closed here: so they are few."""
 
 _STEP_BYTES = 4 * 1024 * 1024
-"""Read at once: between two steps the deadline is looked at."""
+"""How much is read at once: the deadline is looked at between two steps."""
 
 
 _PASSED = 2
@@ -48,7 +48,7 @@ _PASSED = 2
 class ShortCircuit:
     """Reads replicas of DataNodes of this host from their files. Thread-safe.
 
-    It never stands in the way of another read: where it does not serve, it says so by None.
+    It never stands in the way of other reads: if it does not serve, it returns None.
     """
 
     def __init__(self, socket_path: str) -> None:
@@ -63,9 +63,9 @@ class ShortCircuit:
     def read(
         self, pieces: Sequence[Piece], replica: Replica | None, deadline: Deadline
     ) -> Served | None:
-        """Fill every buffer, from this replica or any of this host; None: not from here.
+        """Fill every buffer, from this replica or any on this host; None: that is not possible.
 
-        What was to be filled is undefined then. Raises DeadlineExceeded, Cancelled.
+        The buffers' content is then undefined. Raises DeadlineExceeded, Cancelled.
         """
         served: list[Replica] = []
         for piece in pieces:
@@ -92,7 +92,7 @@ class ShortCircuit:
                 if self._lookup.is_here(one.datanode, limit_s):
                     return one
             except DataNodeFailed:
-                continue  # whoever reads it over the network says so
+                continue  # reading it over the network will say so
         return None
 
     def _read(self, replica: Replica, piece: Piece, deadline: Deadline) -> bool:
@@ -105,7 +105,7 @@ class ShortCircuit:
                 file.fill(read.offset - piece.span.offset, read.into, deadline)
         except (_NotHandedOut, OSError, Malformed) as why:
             _log.info("read.not_short_circuit", datanode=datanode, block=block, reason=why)
-            # Others of its blocks are handed out, though the token of this one has expired.
+            # If only this block's token has expired, the DataNode still hands out others.
             self._forget(datanode, block, is_for_all=not isinstance(why, _NotThisOne))
             return False
         return True
@@ -158,12 +158,12 @@ class _NotHandedOut(YardError):
 
 
 class _NotThisOne(_NotHandedOut):
-    """It may pass those of others: a token has expired, or the replica is gone."""
+    """It may still pass other files: only this token has expired, or this replica is gone."""
 
 
 @dataclass(slots=True)
 class _ReplicaFile:
-    """An open file, closed when the last who reads it lets go."""
+    """An open file, closed when its last reader lets go."""
 
     descriptor: int
 

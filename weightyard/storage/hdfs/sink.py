@@ -1,4 +1,4 @@
-"""Sink: what a way to write a new file of HDFS has to offer."""
+"""Sink: the interface of a way to write a new HDFS file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Sink(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Make the file whole. Raises StoreUnavailable: it may be, or not."""
+        """Make the file whole. After StoreUnavailable it may be whole, or not."""
 
     @abstractmethod
     def leave(self) -> None:
@@ -23,11 +23,11 @@ class Sink(ABC):
 
 
 class CannotWrite(Exception):
-    """This way to write does not work here, for no file: the next one is to be taken."""
+    """This way to write does not work here for any file: take the next one."""
 
 
 Way = Callable[[str, int, int | None, int | None], Sink]
-"""Opens a new file, of path, mode, replication and block size; None: as HDFS has it.
+"""Opens a new file, given path, mode, replication and block size; None: HDFS's default.
 
 Raises CannotWrite, FileMissing (its folder), AlreadyThere and what else HDFS refuses.
 """

@@ -67,7 +67,7 @@ def connected(
 def _is_large_buffer_granted() -> bool:
     """Whether the kernel gives the buffer asked for (and doubles it, for its own needs).
 
-    Where net.core.rmem_max cuts it, asking would leave less than the kernel takes by itself.
+    If net.core.rmem_max limits it, asking would leave less than the kernel takes by itself.
     """
     with socket.socket() as sample:
         sample.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _RECEIVE_BUFFER_BYTES)
@@ -76,7 +76,7 @@ def _is_large_buffer_granted() -> bool:
 
 
 def drop(views: list[memoryview], done: int) -> None:
-    """Take away what was sent or received: the first so many bytes, not all there are."""
+    """Drop the first bytes, which were sent or received: fewer than all there are."""
     while done >= len(views[0]):
         done -= len(views.pop(0))
     views[0] = views[0][done:]

@@ -67,9 +67,9 @@ READ_PATHS = (*UNCHECKED_PATHS, ReadPath.LIBHDFS, ReadPath.NATIVE, ReadPath.WEBH
 """The ways bytes can come, best first."""
 
 CHECKED_PATHS = (ReadPath.NATIVE, ReadPath.WEBHDFS, ReadPath.LIBHDFS)
-"""Those on which HDFS's own checksums are looked at: the others leave that to the reader.
+"""The ways that look at HDFS's own checksums; the others leave checking to the reader.
 
-What needs them is small, and no reason to start libhdfs's JVM in this process.
+Files that need them are small, and no reason to start libhdfs's JVM: so that comes last.
 """
 
 
@@ -90,9 +90,9 @@ class HdfsStore(Store):
         locator: Locator | None = None,
         writes_directly: bool = True,
     ) -> None:
-        """`read_paths`: the ways that may be used; `locator`: who to ask instead of a NameNode.
+        """`read_paths`: the ways that may be used; `locator`: asked instead of a NameNode.
 
-        `writes_directly`: whether to send new files to DataNodes where they let one.
+        `writes_directly`: whether to send new files to DataNodes, if those take them.
         """
         self.url = url
         self._settings = settings or Settings()
@@ -109,7 +109,7 @@ class HdfsStore(Store):
         self._careful = self._reading_by(careful) if careful else self._reading
         self._mode: int | None = None
         if locator is None:
-            _ = self._namenode, self._namespace  # what is wrong with the settings shows here
+            _ = self._namenode, self._namespace  # raises now what is wrong with the settings
 
     def init(self, ownership: Ownership | None = None) -> None:
         if not self._cluster.root:  # its mode and owner are everyone's
@@ -137,7 +137,7 @@ class HdfsStore(Store):
         is_counted = options.counts_replicas and self._locator is None
         stage = _HdfsStage(path, writing, self._spread if is_counted else None)
         if options.policy is not None:
-            # Blocks are placed by the policy at the time they are allocated: before the first byte.
+            # Before the first byte: blocks are placed by the policy at the time they are allocated.
             try:
                 self._namenode.set_policy(path, options.policy, self._deadline(None), is_empty=True)
             except BaseException:
@@ -200,7 +200,7 @@ class HdfsStore(Store):
             self._namenode.set_policy(path, options.policy, self._deadline(None))
 
     def probe(self) -> Mapping[ReadPath, str | None]:
-        """Write a small file and read it each way: None where it came back, else why not.
+        """Write a small file and read it each way: None if that works, else why not.
 
         For those who want to know before the first load; reading finds out by itself.
         """
@@ -216,15 +216,15 @@ class HdfsStore(Store):
             self.delete(layout.staging_folder(upload))
 
     def why_not_written_directly(self) -> str | None:
-        """Why new files go by hdfs-native; None: they go straight to DataNodes, by what is known.
+        """Why new files go by hdfs-native; None: as far as is known, straight to DataNodes.
 
-        What is not in the configuration shows when a file is written, as a probe does.
+        What the configuration does not say shows when a file is written, such as a probe's.
         """
         used = self._direct_writes_used
         return None if used is None else used.why_not
 
     def _put_probe(self, upload: UploadId, content: bytes) -> StagedFile:
-        """A file that was not written at the first try is no finding yet: see docs/hdfs.md."""
+        """Tries a few times: one write that fails proves nothing yet (docs/hdfs.md)."""
         for attempt in range(_PROBES):
             try:
                 name = layout.probe(upload, attempt)
@@ -250,7 +250,7 @@ class HdfsStore(Store):
 
     @property
     def _namenode(self) -> NameNode:
-        """Who has a locator reads without it, and may lack what it takes: Kerberos, its address."""
+        """Made when needed: a reader with a locator may have no Kerberos, or no address for it."""
         with self._lock:
             if self._namenode_used is None:
                 self._namenode_used = NameNode(self._cluster)
@@ -303,7 +303,7 @@ class HdfsStore(Store):
         return Reading(direct, fallbacks, why_not, self._diagnosis.find_damage, short_circuit)
 
     def _why_not(self, paths: Sequence[ReadPath]) -> Unsupported | None:
-        """Why those of these ways do not serve that need no fallback."""
+        """Why the ways among these that are no fallbacks do not serve."""
         if ReadPath.DIRECT in paths:
             return Unsupported("the configuration asks for SASL or encryption of transfers")
         if ReadPath.SHORT_CIRCUIT not in paths:
@@ -313,7 +313,7 @@ class HdfsStore(Store):
         return Unsupported("no DataNode of this host hands out its files")
 
     def _data_node_reader(self) -> DataNodeReader | None:
-        """None where the configuration says that DataNodes do not answer in the clear."""
+        """None if the configuration says that DataNodes do not answer in the clear."""
         if self._cluster.is_transfer_protected:
             return None
         return DataNodeReader(f"weightyard-{secrets.token_hex(4)}")
@@ -322,7 +322,7 @@ class HdfsStore(Store):
         return (self._locator or self._namenode).locate(path, deadline)
 
     def _spread(self, path: StorePath) -> Location:
-        """Where a file lies, for who counts: whether its bytes can be read there is not asked."""
+        """Where a file lies, only to count replicas: does not ask whether they can be read."""
         return self._namenode.spread(path, self._deadline(None))
 
     def _folder_mode(self) -> int:
@@ -354,7 +354,7 @@ class _HdfsStage(Stage):
         self._writing.abort()
 
     def _counted(self) -> int | None:
-        """The file's length, from the answer that also tells its replicas; None: not by this."""
+        """The file's length, from the answer that also tells its replicas; None: not known."""
         if self._spread is None:
             return None
         try:

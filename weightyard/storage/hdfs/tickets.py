@@ -1,7 +1,7 @@
-"""Kerberos: who one is by one's ticket, and logging in to WebHDFS with it.
+"""Kerberos: the ticket of whoever runs this, and logging in to WebHDFS with it.
 
-By GSSAPI itself, in a few lines: `requests-kerberos` shares what it knows of a log-in among
-threads, so that of several at once most fail, and keeps to itself why one failed.
+Uses GSSAPI itself, in a few lines: `requests-kerberos` shares the state of a log-in among threads,
+so that most of several at once fail, and does not say why one failed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from weightyard.storage.watched import Watched
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """What a KDC has given someone, to show to others."""
+    """A ticket that a KDC has given to someone, to show to servers."""
 
     principal: str
     left_s: int
@@ -31,7 +31,7 @@ class Ticket:
 
     @classmethod
     def own(cls, limit_s: float) -> Ticket:
-        """That of whoever runs this; by a keytab it may be asked for now.
+        """The ticket of whoever runs this; with a keytab, the KDC may be asked for it now.
 
         Raises NotAllowed, BadSetting, and StoreUnavailable if the KDC says nothing.
         """

@@ -38,8 +38,8 @@ class _Found(StorePath):
 class HdfsTree:
     """Files below a folder of HDFS, or the one file. Thread-safe.
 
-    They carry no checksums of their own, so HDFS's are looked at: a wrong byte that came in here
-    would be what the model is from then on.
+    They carry no checksums of their own, so HDFS's are checked: a wrong byte that came in here
+    would be part of the model from then on.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class HdfsTree:
             except FileMissing:  # of ways that open a file by its name
                 raise self._gone(file) from None
             if served.path not in (ReadPath.SHORT_CIRCUIT, ReadPath.DIRECT):
-                # Those may have read the bytes of another file of that name.
+                # Other ways open the file by its name, which may be another file's by now.
                 self._require_same(file)
 
         if len(into):
@@ -108,7 +108,7 @@ class HdfsTree:
         with self._lock:
             known = self._locations.get(file.path)
         if known is None:
-            # The blocks located stay what they are, so direct reads see one state of the file.
+            # HDFS blocks never change, so direct reads of those located see one state of the file.
             try:
                 known = self._store.locate(_Found(file.path.text))
             except FileMissing:

@@ -45,7 +45,7 @@ CHUNK_BYTES = 512
 """Without checksums the DataNode begins and ends what it sends at multiples of this."""
 
 PACKET_HEADER_BYTES = 4 + 2 + 25
-"""Two lengths and the four required fields of a header, all of fixed width."""
+"""Two lengths, then the header's four required fields, all of fixed width."""
 
 _MAX_HEADER_PROTO_BYTES = 64
 _LENGTHS = struct.Struct(">IH")
@@ -68,7 +68,7 @@ class Status(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockToken:
-    """A NameNode's word to a DataNode that a block may be read. A secret; empty where not used."""
+    """By which a NameNode tells a DataNode that a block may be read. A secret; empty if unused."""
 
     identifier: bytes = field(default=b"", repr=False)
     password: bytes = field(default=b"", repr=False)
@@ -102,8 +102,8 @@ class BlockToken:
     @property
     def expires_s(self) -> float | None:
         """When it ends, in seconds since the epoch; None where it does not say."""
-        # Hadoop tells its two encodings apart in the same way: the old one begins with the date as
-        # a number of Hadoop's, whose first byte is negative, the new one with a protobuf tag.
+        # Hadoop tells its two encodings apart in the same way: the old one begins with the date in
+        # Hadoop's own encoding, whose first byte is negative, the new one with a protobuf tag.
         raw = self.identifier
         if not raw or raw[0] == 0:
             return None
@@ -162,7 +162,7 @@ class Packet(NamedTuple):
 
 
 class Storage(Protocol):
-    """Where on a DataNode a copy is to lie, as the NameNode says it."""
+    """Where on a DataNode a copy is to lie, in the NameNode's words."""
 
     @property
     def described(self) -> bytes: ...
@@ -214,7 +214,7 @@ def write_request(
 
 
 def parse_ack(message: bytes) -> tuple[int, tuple[int, ...]]:
-    """Decode a PipelineAckProto: which packet, and what every DataNode says to it, in order."""
+    """Decode a PipelineAckProto: which packet, and the status of each DataNode, in order."""
     sequence: int | None = None
     said: list[int] = []
     for number, value in fields(message):
@@ -281,7 +281,7 @@ def parse_packet(head: bytes | bytearray) -> Packet:
 
 
 def packet_header(packet: Packet, checksums_bytes: int = 0) -> bytes:
-    """Encode the header of a packet, in which checksums come before the data."""
+    """Encode the header of a packet whose checksums come before the data."""
     tag1, tag2, tag3, tag4 = _HEADER_TAGS
     length = packet.data_bytes + checksums_bytes + 4
     return _LENGTHS.pack(length, _HEADER.size) + _HEADER.pack(
@@ -294,7 +294,7 @@ def _request(operation: int, message: bytes) -> bytes:
 
 
 def extended_block(block: BlockAccess) -> bytes:
-    """Which block, as every request says it."""
+    """Which block it is, as in every request."""
     return (
         bytes_field(1, block.pool.encode())
         + varint_field(2, block.block)
@@ -344,7 +344,7 @@ def _read_hadoop_vint(data: bytes, position: int) -> tuple[int, int]:
     if first <= 127:
         return first, position + 1
     length = 256 - 112 - first
-    # Longer ones and negative ones exist, but are no length a token's field can have.
+    # Longer and negative numbers exist, but no field of a token has such a length.
     if not 1 <= length <= 4:
         raise Malformed("block token: not a length")
     end = position + 1 + length

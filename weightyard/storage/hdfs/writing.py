@@ -30,9 +30,9 @@ class Writing:
         self._written += len(view)
 
     def close(self, length_told: Callable[[], int | None] = lambda: None) -> int:
-        """Close the file, and see that the NameNode has its length; return that.
+        """Close the file, and see that the NameNode has its length. Returns that.
 
-        `length_told`: who to ask for it, instead of a call just for this; None: does not know.
+        `length_told` saves a call just for this, if it knows the length; None: it does not.
         """
         self._open().close()
         length = length_told()
@@ -82,7 +82,7 @@ def create(
         try:
             return open_with(max(1, -(-planned_bytes // _MIB)) * _MIB)
         except BlockTooSmall:
-            return open_with(None)  # the usual size is not smaller than the least
+            return open_with(None)  # the default size is not below the minimum
 
-    namespace.make_folder(path.rpartition("/")[0], folder_mode)  # of a new upload it is not there
+    namespace.make_folder(path.rpartition("/")[0], folder_mode)  # a new upload's is not there yet
     return Writing(namespace, path, namespace.in_folder(path, folder_mode, open_planned))
