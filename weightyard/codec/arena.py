@@ -21,7 +21,7 @@ _ALIGNMENT = 64
 
 
 class Arena(threading.local):
-    """Memory handed out piece by piece and taken back all at once, of each thread its own.
+    """Memory handed out piece by piece and taken back all at once; each thread has its own.
 
     Only the pages a codec touches are ever resident; bf16 needs a quarter of it to decode.
     """
@@ -35,7 +35,7 @@ class Arena(threading.local):
         self._used = 0
 
     def take(self, count: int, dtype: DTypeLike) -> Words:
-        """Room for `count` items, with whatever was there before in it."""
+        """Room for `count` items, with whatever bytes it had before."""
         start = self._used
         end = start + count * np.dtype(dtype).itemsize
         if end > ARENA_BYTES:

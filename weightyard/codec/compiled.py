@@ -1,7 +1,7 @@
-"""Compiled code, where the package has it: splitting and merging planes, folds, Huffman coding.
+"""Compiled code, if the package has it: splitting and merging planes, folds, Huffman coding.
 
 The C files here are compiled when the package is built, if there is a compiler (docs/design/0012).
-What they do not do, NumPy and zstd do: each call says whether it was done.
+Each call says whether it was done; if not, NumPy or zstd does it.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def _call(verb: str, codec: Codec, raw: Bytes, planes: Sequence[Bytes]) -> bool:
     function = _functions.get(f"{verb}_{_NAMES.get(codec)}")
     count = raw.size // codec.planes
     arrays = (raw, *planes)
-    # Compiled code believes what it is told: other lengths and memory with gaps are not for it.
+    # Compiled code checks nothing: so other lengths and memory with gaps are kept from it.
     if function is None or raw.size != count * len(planes):
         return False
     if any(plane.size != count for plane in planes):
@@ -106,7 +106,7 @@ class HuffmanCoder:
     def frame(self, data: memoryview) -> memoryview | None:
         """A zstd frame of these bytes, smaller than they are, which the next call overwrites.
 
-        None where there is no compiled code, and for bytes that are not for it: that would not
+        None if there is no compiled code, and for bytes it is not meant for: those that would not
         shrink, are too few, or more than a chunk.
         """
         code = _functions.get("huffman_frame")
@@ -124,7 +124,7 @@ class HuffmanCoder:
 def decode_huffman(frame: memoryview, out: memoryview) -> bool:
     """Fill `out` exactly from a frame that HuffmanCoder made, if there is compiled code for it.
 
-    Whatever else the bytes are, `out` has nothing of use then, and zstd is to say what they are.
+    False also for any other bytes: `out` then holds nothing of use, and zstd decides what they are.
     """
     decode = _functions.get("unhuffman_frame")
     if decode is None or out.readonly or not (frame.c_contiguous and out.c_contiguous):

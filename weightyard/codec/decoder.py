@@ -34,12 +34,13 @@ def decode(
     last_chunk: int | None = None,
     base: Buffer | None = None,
 ) -> None:
-    """Fill `out` with the chunks first … last - 1 of a block; without a last, to its end.
+    """Fill `out` with the chunks first … last - 1 of a block; by default, to its end.
 
     `stored` is what `Encoding.chunk_span` names, with or without the padding at its end. `out` and
     `base` have the run's raw length exactly; `base` holds the same chunks of the base block. Each
-    segment's checksum is checked before it is decoded, and of a delta decoded whole the block id as
-    well. No memory is taken by what the bytes say: only `out` and this thread's scratch are used.
+    segment's checksum is checked before it is decoded, and if all of a delta is decoded, the block
+    id as well. How much memory is used never depends on the bytes: only `out` and this thread's
+    scratch are.
     After an error `out` holds nothing of use.
 
     Raises BlockCorrupt for bytes or an encoding that do not hold together, Refused for arguments
@@ -69,8 +70,8 @@ def decode_planes(
 ) -> None:
     """As `decode`, but each chunk is left as its planes, side by side, most significant first.
 
-    For who merges them elsewhere. A codec without planes leaves the bytes as they are. Of a delta
-    these are those of the difference, so it takes no base.
+    For callers that merge them elsewhere. A codec without planes leaves the bytes as they are. Of a
+    delta this gives the difference, so it takes no base.
     """
     chunks, segments = _cut(encoding, stored, first_chunk, last_chunk)
     _, raw_bytes = encoding.raw_span(chunks.start, chunks.stop)
@@ -107,9 +108,9 @@ def verify_whole(encoding: Encoding, raw: Buffer) -> None:
 
 
 class _Proofs(threading.local):
-    """Where each thread decodes the chunk it proves.
+    """Memory in which each thread decodes the chunk it proves.
 
-    A bytearray is compared with other memory in one go, as NumPy and memoryviews are not.
+    A bytearray, which is compared with other memory in one go; NumPy and memoryviews are not.
     """
 
     def __init__(self) -> None:
@@ -125,8 +126,8 @@ _proofs = _Proofs()
 def prove(encoded: Encoded, data: Buffer, *, base: Buffer | None = None) -> None:
     """Decode what was encoded and compare it with the data, before anyone relies on it.
 
-    Frames are decoded by zstd: who has no compiled code must be able to read what is stored.
-    Raises Bug where they differ: what an encoder loses must be found before it is stored.
+    Frames are decoded by zstd: readers without compiled code must be able to read what is stored.
+    Raises Bug if they differ: an encoder's mistake must be found before its result is stored.
     """
     encoding, planes = encoded.encoding, encoded.encoding.codec.planes
     raw = _exactly(data, encoding.raw_bytes, "data")

@@ -30,26 +30,28 @@ from weightyard.format.block import (
 from weightyard.names import BlockId
 
 WORTH_ENCODING = 0.95
-"""Stored over raw size from which a plane, or a whole block, is left as it is.
+"""If encoding leaves at least this part of a plane, or of a whole block, it is left raw.
 
-A raw block is received straight into its tensor. The last 5 % would be paid for on every load: at
-2 GB/s of decoding per core they break even where a core gets 0.1 GB/s from the network.
+A raw block is received straight into its tensor, while decoding costs time on every load: at 2 GB/s
+per core, saving 5 % breaks even only if a core gets 0.1 GB/s from the network.
 """
 
 WORTH_A_DELTA = 0.9
-"""Stored size over that of the standalone encoding, under which a delta is kept."""
+"""A delta is kept if it takes less than this part of the standalone encoding."""
 
 _PROBE_LIMIT = 0.97
-"""What a probe may leave of a plane worth trying: Huffman's table weighs more in a short probe."""
+"""A plane is tried if a probe shrinks below this part: in a short probe Huffman's table weighs more
+than it will in the plane."""
 
 _ONE_BIT = 1 / 8
-"""What Huffman coding takes at least of each byte; only a sample of one value seems to take less.
+"""What Huffman coding takes for each byte at least: only a sample of one value seems to take less.
 
-That is what the probe of a sparse delta may see: the few places that changed lie elsewhere.
+The probe of a sparse delta may be such a sample, if the few places that changed lie elsewhere.
 """
 
 _WORTH_MATCHES = 0.98
-"""Of what Huffman coding alone leaves, which compiled code does several times as fast."""
+"""Matches are used only if they leave less than this part of what Huffman coding alone does, which
+in compiled code is several times as fast."""
 
 _PROBE_PIECES = 16
 _PROBE_PIECE_BYTES = 4 * KIB
@@ -63,12 +65,12 @@ Compress = Callable[[memoryview], bytes | memoryview]
 class Encoded:
     """A block ready to be stored: its encoding, and its bytes as they will lie in a pack.
 
-    Those of a raw block are the memory that was encoded: keep it unchanged until they are written.
+    The bytes of a raw block are the memory given: keep that unchanged until they are written.
     """
 
     encoding: Encoding
     stored: memoryview
-    """The segments, each followed by its padding; that of the last may be missing."""
+    """The segments, each followed by its padding; the last one's may be missing."""
 
     @property
     def segments(self) -> tuple[memoryview, ...]:
@@ -100,7 +102,7 @@ def encode(
 
     `hint` is the plane codec of a float dtype, ZSTD for other bytes, RAW to only check and sum.
     Planes of elements that do not divide the length are not tried. `block` saves hashing the bytes
-    again when their id is already known. The answer never takes more room than the raw bytes and
+    again when their id is already known. The result never takes more room than the raw bytes and
     their padding; it lies in `into`, of `room_for` bytes, unless it is raw. Raises TooLarge.
     """
     raw = _bytes(data)
@@ -133,7 +135,7 @@ def encode_delta(
 
 
 def estimate(data: Buffer, *, hint: Codec = Codec.ZSTD, base: Buffer | None = None) -> int:
-    """About how many bytes a block will take encoded, or as a delta of a base: by a probe of it."""
+    """About how many bytes a block will take encoded, or as a delta of a base; probes it."""
     raw = _bytes(data)
     codec = hint if raw.size % hint.planes == 0 else Codec.ZSTD
     if codec is Codec.RAW:
@@ -205,8 +207,8 @@ def _try(
     compressors = [_choose(plane, codec) for plane in _planes(codec, _sample(raw, base))]
     if not any(compressors):
         return None
-    # One large piece of memory: the system gives it in huge pages. Touching fresh memory segment by
-    # segment takes longer than splitting the planes.
+    # One large piece of memory, which the system gives in huge pages: touching fresh memory segment
+    # by segment would take longer than splitting the planes.
     room = np.empty(room_for(raw.size, codec), np.uint8).data if into is None else memoryview(into)
     stored = np.frombuffer(room, np.uint8)
     segments: list[Segment] = []
@@ -223,7 +225,7 @@ def _try(
             at, length, end = end, data.size, end + aligned(data.size)
             stored[at : at + length] = data
             stored[at + length : end] = 0
-            # Summed while the cache still has it.
+            # The checksum is computed while the cache still has the bytes.
             segments.append(_segment(kind, stored[at : at + length], block, len(segments)))
     return (stored[:end], segments) if end < WORTH_ENCODING * raw.size else None
 
@@ -262,7 +264,7 @@ def _estimated(sample: Bytes, codec: Codec) -> int:
 
 
 def _planes(codec: Codec, chunk: Bytes) -> list[Bytes]:
-    """In scratch memory, if they are not the chunk itself."""
+    """The planes of a chunk, in scratch memory; a codec without planes gives the chunk itself."""
     if codec is Codec.ZSTD:
         return [chunk]
     planes = [arena.take(chunk.size // codec.planes, np.uint8) for _ in range(codec.planes)]

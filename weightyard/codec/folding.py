@@ -1,6 +1,6 @@
 """The fold of raw bytes: two sums, cheap to compute again on a device (docs/format.md §2).
 
-Compiled code does it in one pass where the package has it (compiled.py). Here are row and column
+Compiled code, if the package has it (compiled.py), does it in one pass. Here are row and column
 sums, so that NumPy stays in its vector loops: with words laid in rows of k,
 sum((i + 1) · w[i]) = k · sum(row · rowsum) + sum((column + 1) · columnsum).
 """
@@ -15,7 +15,7 @@ from weightyard.format.block import Fold
 
 _COLUMNS = 4096
 _ROWS = 32
-"""Folded at a time: their columns are summed while a core's cache still has them."""
+"""How many are folded at a time: their columns are summed while a core's cache has them."""
 _U64 = (1 << 64) - 1
 
 
@@ -56,7 +56,7 @@ def fold(data: Buffer) -> Fold:
 
 
 def _fold_rows(words: np.ndarray, before: int) -> tuple[int, int]:
-    """Fold of a matrix of words that `before` other words precede, not yet reduced."""
+    """Fold of a matrix of words that `before` other words precede, not yet reduced to 64 bits."""
     rows, columns = words.shape
     if not rows:
         return 0, 0

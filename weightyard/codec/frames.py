@@ -24,10 +24,10 @@ _RLE = 1
 MAX_WINDOW_BYTES = CHUNK_BYTES
 """A frame holds at most a chunk, so no honest one asks for a larger window."""
 
-# A step of this length between two looks for a match is as good as none: what is left is Huffman
-# coding. zstd takes it for a wish not to code at all (as it does of the negative levels), unless
-# told otherwise by an experimental parameter, ZSTD_c_literalCompressionMode. Python's own binding
-# passes any parameter on, `zstandard` does not.
+# With a step of this length (target_length) zstd hardly looks for matches: what is left is Huffman
+# coding. zstd takes that, like its negative levels, as a wish not to code at all, unless told
+# otherwise by an experimental parameter, ZSTD_c_literalCompressionMode. Python's own binding passes
+# any parameter on, `zstandard` does not.
 _LITERAL_COMPRESSION_MODE, _ENABLED = 1002, 1
 _NO_MATCHES = {
     zstd.CompressionParameter.strategy: zstd.Strategy.fast,
@@ -36,8 +36,8 @@ _NO_MATCHES = {
     zstd.CompressionParameter.window_log: 17,
     _LITERAL_COMPRESSION_MODE: _ENABLED,
 }
-# With the smallest table and the longest minimum a match is found almost only where a plane really
-# repeats, as that of a sparse delta does. Short matches that occur by chance cost more than the
+# With the smallest table and the longest minimum, matches are found almost only where a plane
+# really repeats, as a sparse delta's does. Short matches that occur by chance cost more than the
 # Huffman code they replace.
 _LONG_MATCHES = zstandard.ZstdCompressionParameters(
     strategy=zstandard.STRATEGY_FAST,
@@ -68,7 +68,7 @@ _contexts = _Contexts()
 def compress_noise(data: memoryview) -> bytes | memoryview:
     """A frame for numbers of which some are frequent, such as exponents: Huffman coding alone.
 
-    It may lie in memory of this thread, which the next call overwrites.
+    It may lie in memory that this thread's next call overwrites.
     """
     return _contexts.coder.frame(data) or compress_noise_by_zstd(data)
 
@@ -81,12 +81,12 @@ def compress_noise_by_zstd(data: memoryview) -> bytes:
 
 
 def compress_runs(data: memoryview) -> bytes:
-    """A frame for numbers that repeat for long, such as what few changes leave of a delta."""
+    """A frame for numbers that repeat for long, as in a delta of few changes."""
     return _contexts.runs.compress(data)
 
 
 def compress_text(data: memoryview) -> bytes:
-    """A frame for bytes in which words come back, as in text and tables."""
+    """A frame for bytes in which words recur, as in text and tables."""
     return _contexts.text.compress(data)
 
 
@@ -99,9 +99,9 @@ def decompress_into(frame: memoryview, out: memoryview) -> None:
 def decompress_by_zstd(frame: memoryview, out: memoryview) -> None:
     """The same by zstd alone, which decides what a frame is.
 
-    Nothing is allocated by what the frame says. It must be one frame whose stated content is as
-    long as `out` and whose blocks end where it ends; zstd then decodes it in one pass straight into
-    `out`, and refuses dictionaries, reserved blocks and content of another length itself.
+    What a frame states never decides how much is allocated. It must be one frame whose stated
+    content is as long as `out` and whose blocks end where it ends; zstd then decodes it in one pass
+    straight into `out`, and refuses dictionaries, reserved blocks and content of another length.
     """
     try:
         _check_frame(frame, len(out))
@@ -113,7 +113,7 @@ def decompress_by_zstd(frame: memoryview, out: memoryview) -> None:
 
 
 def _check_frame(frame: memoryview, content_bytes: int) -> None:
-    # Skippable and legacy frames begin otherwise; zstd would take them.
+    # zstd would also take skippable and legacy frames, which begin with other bytes.
     if frame[:4] != _MAGIC:
         raise BlockCorrupt("not a zstd frame")
     stated = zstandard.get_frame_parameters(frame)

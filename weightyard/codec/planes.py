@@ -5,10 +5,10 @@ element's top 16 bits are first rotated so that the exponent is not mixed with t
 mantissa bits among them, sign and exponent `s e…e` become `e…e s`. Then byte 0 of every element,
 most significant first, is plane 0, byte 1 is plane 1, and so on.
 
-Compiled code does it in one pass where the package has it (compiled.py). Everything else here is
-NumPy, a few passes over a whole chunk, or half of one. Casts between neighbouring widths and shifts
-run in vector registers, several bytes a cycle; a strided copy moves one element a cycle, and passes
-over smaller pieces cost more in calls than the caches give back.
+Compiled code, if the package has it (compiled.py), does it in one pass. Everything else here is
+NumPy, a few passes over a whole chunk or half of one. Casts between neighbouring widths and shifts
+run in vector registers, several bytes a cycle, while a strided copy moves one element a cycle.
+Passes over smaller pieces would cost more in calls than caches save.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Plane = Bytes | int
 _HALF = {2: "<u1", 4: "<u2", 8: "<u4"}
 
 _MERGED_AT_ONCE = 1 << 18
-"""Elements; with what is merged from, they and their scratch fit a core's own cache."""
+"""So many elements, the planes they are merged from and scratch memory fit a core's own cache."""
 
 _FP64_MANTISSA_BITS = 4
 """Mantissa bits among the top 16 of an fp64. (bf16 and fp32 have 7: whole bytes, done apart.)"""
@@ -92,7 +92,7 @@ def _halves(words: Words, arena: Arena) -> tuple[Words, Words]:
 def _cut_high(words: Words, high: Words) -> None:
     """The upper half of every word, without a shift.
 
-    Words that begin half a word later have it below, and a cast takes what is below.
+    Words read from half a word further on have it as their lower half, which is what a cast takes.
     """
     if not words.size:
         return
@@ -113,7 +113,7 @@ def _split_bytes(words: Words, planes: Sequence[Bytes], arena: Arena) -> None:
 
 
 def _split_bf16(words: Words, planes: Sequence[Bytes], arena: Arena) -> None:
-    """Exponent, and sign with mantissa: the bytes of the rotated word, without rotating it."""
+    """The bytes of the rotated word, exponent and then sign with mantissa, without rotating it."""
     exponent, mantissa = planes
     sign = arena.take(words.size, "<u1")
     np.right_shift(words, 7, out=exponent, casting="unsafe")  # cast while it is in the cache
@@ -148,7 +148,7 @@ def _merge_bf16(exponent: Plane, mantissa: Plane, words: Words, arena: Arena) ->
 
 
 def _widen_mantissa(mantissa: Bytes, words: Words) -> None:
-    """Widening with the sign copies the top bit of the byte to the top of the word."""
+    """Widen bytes as signed ones: that copies each one's top bit to the top of its word."""
     np.copyto(words.view("<i2"), mantissa.view(np.int8))
     np.bitwise_and(words, 0x807F, out=words)
 
@@ -164,7 +164,7 @@ def _merge_bytes(planes: Sequence[Plane], dtype: str, count: int, arena: Arena) 
 
 
 def _join(high: Words | int, low: Words | int, words: Words) -> Words | int:
-    """Words of two halves; where both halves are one value, that value and no words."""
+    """Words of two halves; if each half is a single value, the one value of all words instead."""
     bits = 4 * words.itemsize
     if isinstance(high, int):
         if isinstance(low, int):
