@@ -1,4 +1,4 @@
-"""Fresh memory in huge pages: touching small ones first costs more than reading into them."""
+"""Fresh memory in huge pages: the first touch of small ones costs more than reading into them."""
 
 from __future__ import annotations
 
