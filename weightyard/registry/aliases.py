@@ -98,9 +98,9 @@ def log(
     before: int | None = None,
     limit: int = 1000,
 ) -> list[AliasMove]:
-    """The moves of an alias, newest first, those before one of them by its number.
+    """The moves of an alias, newest first; with `before`, those numbered below it.
 
-    With `as_of` those up to then: the first one ruled.
+    With `as_of`, the moves up to that time: the first of them was in force then.
     """
     row = versions.model_row(tx, model)
     number = func.row_number().over(order_by=_moves.c.id).label("number")
@@ -132,26 +132,30 @@ def _of(model_row: int, alias: AliasName) -> tuple[ColumnElement[bool], ...]:
 def rollback(
     tx: Connection, model: ModelName, alias: AliasName, *, who: str, reason: str = ""
 ) -> AliasMove:
-    """Put an alias back on the version it was on before; done again, one further back.
+    """Put an alias back on the version it was on before. Repeated, it goes one further back.
 
-    It never goes forward to a version the alias was taken back from. Raises NoSuchThing.
+    It never goes forward to a version that was rolled back from. Raises NoSuchThing.
     """
     model_id = versions.model_row(tx, model).id
     moves = select(_moves.c.before, _moves.c.after).where(*_of(model_id, alias))
     way = _way(tx.execute(moves.order_by(_moves.c.id)).all())
     if len(way) < 2 or way[-2] is None:
         raise NoSuchThing(f"{model}: alias {alias} was nowhere before: set it on a version")
-    left = "its removal" if way[-1] is None else f"the move to v{way[-1]}"
-    why = reason or f"rollback of {left}"
-    return move(tx, model, alias, way[-2], who=who, reason=why, expect=way[-1])
+    before, now = way[-2:]
+    undone = "its removal" if now is None else f"the move to v{now}"
+    why = reason or f"rollback of {undone}"
+    return move(tx, model, alias, before, who=who, reason=why, expect=now)
 
 
 def _way(moves: Sequence[Row[int | None, int | None]]) -> list[int | None]:
-    """Where an alias was, the last where it is: without steps on the spot, and those taken back."""
+    """The versions an alias was on, up to the present one; leaves out what was rolled back.
+
+    None: it was removed. A move to the version it was already on is no step.
+    """
     way: list[int | None] = []
     for before, after in moves:
-        if before is not None and way[-1:] != [before]:  # moves are missing, lost with a journal
-            way.append(before)
+        if before is not None and way[-1:] != [before]:
+            way.append(before)  # the moves to it were lost with entries of the journal
         if way[-2:-1] == [after]:
             way.pop()
         elif way[-1:] != [after]:

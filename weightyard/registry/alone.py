@@ -1,6 +1,7 @@
-"""Alone: one process at a time does what need not be done twice at once.
+"""Alone: a lock for work, such as gc, that two processes should not do at the same time.
 
-Convenience, not safety: whoever loses the lock without noticing meets the row locks of the other.
+It saves work; safety does not depend on it. Should a process lose the lock without noticing, the
+row locks still keep it apart from the next one.
 """
 
 from __future__ import annotations
@@ -35,13 +36,14 @@ def _postgresql(database: Database, what: str) -> Iterator[None]:
     try:
         opened = database.engine.connect()
     except (exc.DBAPIError, exc.TimeoutError) as why:
-        raise RegistryUnavailable("database: no connection to be had") from why
+        raise RegistryUnavailable("database: cannot connect") from why
     with opened as connection:
         try:
             connection = connection.execution_options(isolation_level="AUTOCOMMIT")
             is_mine = connection.scalar(select(func.pg_try_advisory_lock(_LOCKS[what])))
         except exc.DBAPIError as why:
-            connection.invalidate()  # it may have the lock, which another user of it would keep
+            # It may hold the lock, and would keep it when the pool gives it to others.
+            connection.invalidate()
             raise RegistryUnavailable(f"database: the lock for {what} cannot be had") from why
         if not is_mine:
             raise Conflict(_running(what))
@@ -50,8 +52,8 @@ def _postgresql(database: Database, what: str) -> Iterator[None]:
         finally:
             try:
                 connection.execute(select(func.pg_advisory_unlock(_LOCKS[what])))
-            except exc.DBAPIError:  # a connection that is cut gives it up
-                connection.invalidate()
+            except exc.DBAPIError:
+                connection.invalidate()  # closing a connection gives up its locks
 
 
 @contextmanager
@@ -61,7 +63,7 @@ def _sqlite(database: Database, what: str) -> Iterator[None]:
         yield
         return
     beside = Path(f"{database_file}.{what}")
-    with translated(beside):  # whoever may use the database may use this, too
+    with translated(beside):  # its mode, 0666 less the umask: other users take this lock, too
         file = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         try:

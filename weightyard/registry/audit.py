@@ -17,7 +17,7 @@ _a = schema.audit
 def record(
     tx: Connection, who: str, action: str, subject: str, detail: Mapping[str, Any] | None = None
 ) -> None:
-    """Note what is nobody's business but the operators'; `record_event` tells listeners too."""
+    """Note something for operators only; `record_event` also tells listeners."""
     tx.execute(
         insert(_a).values(
             at_ms=clock(tx), who=who, action=action, subject=subject, detail=dict(detail or {})
@@ -26,7 +26,7 @@ def record(
 
 
 def entries(tx: Connection, *, before: int | None = None, limit: int = 1000) -> list[AuditEntry]:
-    """The newest first, those with an id below one."""
+    """Entries, the newest first; with `before`, those with an id below it."""
     wanted = select(_a).order_by(_a.c.id.desc()).limit(limit)
     if before is not None:
         wanted = wanted.where(_a.c.id < before)

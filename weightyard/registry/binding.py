@@ -42,17 +42,17 @@ class YardFile(msgspec.Struct, frozen=True):
 
 
 class Owner(msgspec.Struct, frozen=True):
-    """`owners/<generation>.json`: the store changed hands. Without any, yard.json says whose it is.
+    """`owners/<generation>.json`: the store changed hands. Without any, yard.json names the owner.
 
-    A rebuilt registry keeps its id and gets the next generation, so that the database it was
-    rebuilt for, should it turn up again, is refused.
+    A rebuilt registry keeps its id and gets the next generation, so that the database it replaces
+    is refused, should it turn up again.
     """
 
     format: int
     generation: Annotated[int, msgspec.Meta(ge=0, lt=10**6)]
     registry_id: str
     nonce: str
-    """So that of two that take a store over at once, one finds a file that is not its own."""
+    """Random, so that of two that take a store over at once, one sees that the other was first."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +75,12 @@ def bind(
     *,
     dedup: Dedup | None = None,
 ) -> Bound:
-    """Make sure that store and registry belong together; on first use, make them, owned so.
+    """Make sure that store and registry belong together; on first use, make the yard.
 
-    `dedup` is chosen when a yard is made, and stays. Raises ForeignStore, naming both, if one of
-    them belongs to another; BadSetting for a yard that was made with another choice, and, unless
-    `ownership` is said, for a new one among other files.
+    `ownership` is for the folders of a new yard. `dedup` is chosen when a yard is made, and stays.
+    Raises ForeignStore, naming both, if one of them belongs to another; BadSetting for a yard that
+    was made with another `dedup`, and, unless `ownership` is given, if a new yard would lie among
+    other files.
     """
     mine = database.read(lambda tx: tx.execute(select(schema.registry)).one())
     found = read_yard_file(store)
@@ -118,7 +119,8 @@ def bind(
         )
     if dedup not in (None, found.dedup):
         raise BadSetting(
-            f"{store.url} was made with dedup={found.dedup}, which stays: packs are shared that way"
+            f"{store.url} was made with dedup={found.dedup}, which cannot change: its packs are "
+            "shared that way"
         )
     if mine.yard_id is None:
         database.write(lambda tx: _remember(tx, found))
@@ -126,10 +128,10 @@ def bind(
 
 
 def require_vacant(store: Store, database_files: str | None) -> None:
-    """Make no yard of a folder that somebody mistyped: what lies there shows it is used otherwise.
+    """Make no yard of a folder that has other files: somebody may have mistyped its name.
 
-    A yard takes the folder's mode for itself, and would be pushed with the folder's own files.
-    `database_files`: how names of the registry's own files begin, if they lie in the folder.
+    A yard changes the folder's mode, and a push of the folder would push the yard's files, too.
+    `database_files`: what the names of the registry's own files begin with, if they lie there.
     Raises BadSetting.
     """
     if read_yard_file(store) is not None:
@@ -157,8 +159,9 @@ def take_over(
 ) -> None:
     """Make the store belong to this database, under the given registry id, and to no other.
 
-    The store says so before the transaction ends: if that fails, nobody owns the store until the
-    next one takes it over, but never two do. It is told under an upload that has its row already.
+    The file that says so is written before the transaction ends. If the transaction then fails,
+    nobody owns the store until somebody takes it over, but never do two. `upload`, under which the
+    file is written, has its row already.
     """
     generation = read_owner(store, yard).generation + 1
     owner = Owner(OWNER_FORMAT, generation, registry_id, secrets.token_hex(16))

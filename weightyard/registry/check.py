@@ -1,8 +1,8 @@
-"""Check: the catalogue held against the store. Changes nothing in the store.
+"""Check: compares the catalogue with the store. Changes nothing in the store.
 
-What the catalogue says must be there is looked for; what is there must have a row. Findings are
-confirmed before they count, since writers and gc go on meanwhile: a file that was listed is looked
-at again, and a row is marked damaged only if it is still in use.
+What the catalogue names must be in the store; what is in the store must have a row. Writers and gc
+go on meanwhile, so each finding is confirmed before it counts: a listed file is looked at again,
+and a row is marked damaged only if it is still in use.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from weightyard.transfer.together import run_together
 _log = Log(__name__)
 
 MAX_FINDINGS = 10_000
-"""Listed in a report; more are counted."""
+"""How many findings a report lists; more are only counted."""
 
 _THREADS = 8
 _PREFIXES = tuple(f"{first:02x}" for first in range(256))
 _AT_ONCE = 20_000
-"""Files and rows of one kind in memory, about."""
+"""About how many files and rows of one kind are in memory together."""
 
 _PUSH_AGAIN = "push the same content again, or put the file back; then check again"
 _HEAL_AND_PUSH = (
@@ -65,7 +65,7 @@ class Kind:
     folder: StorePath
     path: Callable[[str], StorePath]
     in_use: ColumnElement[bool]
-    """Rows of which this is so must have their file, whole."""
+    """Which rows must have their file, whole."""
     examine: Callable[[Database, Store, Row[Any]], Examined]
     touched: Callable[[Connection, int], tuple[str, ...]]
 
@@ -86,8 +86,8 @@ PACKS = Kind(
     schema.packs,
     layout.PACKS,
     lambda name: layout.pack(PackId(name)),
-    # A damaged one waits for gc once all that is needed of it lies elsewhere: it was healed, or
-    # pushed again.
+    # A damaged pack matters while only it holds some needed block. Once all of them lie elsewhere,
+    # by `heal` or another push, it just waits for gc.
     or_(
         schema.packs.c.state.in_(damage.READABLE),
         and_(schema.packs.c.state == FileState.DAMAGED, Needs().only_of_pack()),
@@ -99,7 +99,7 @@ MANIFESTS = Kind(
     schema.manifests,
     layout.MANIFESTS,
     lambda name: layout.manifest(Digest(name)),
-    # Of a condemned one the file may be gone before the row.
+    # Not condemned ones: gc deletes their files before their rows say so.
     schema.manifests.c.state.in_((FileState.LIVE, FileState.DAMAGED)),
     lambda database, store, row: examine_manifest(store, Digest(row.name)),
     damage.touched_by_manifest,
@@ -107,7 +107,7 @@ MANIFESTS = Kind(
 
 
 def bytes_to_check(database: Database) -> int:
-    """Of all packs and manifests in use: what `progress` adds up to."""
+    """The bytes of all packs and manifests in use: what `progress` adds up to."""
     return sum(database.read(partial(_in_use_bytes, kind=kind)) for kind in (PACKS, MANIFESTS))
 
 
@@ -123,11 +123,11 @@ def check(
     who: str = "",
     progress: Callable[[int], None] = lambda done_bytes: None,
 ) -> CheckReport:
-    """Compare catalogue and store; `read_data`: every byte of every replica too.
+    """Compare catalogue and store; with `read_data`, read every byte of every replica too.
 
-    Packs and manifests found bad are marked damaged, those found whole again are not any more,
-    and versions accordingly. Raises StoreUnavailable if the store as a whole does not answer:
-    then nothing is known.
+    Packs and manifests found bad are marked as damaged, and so are the versions that need them;
+    those found whole again lose that mark. Raises StoreUnavailable if the store as a whole does not
+    answer: then nothing is known.
     """
     checking = _Checking(database, store, read_data, who, progress)
     checking.check_files(PACKS)
@@ -140,7 +140,7 @@ def check(
 
 
 class _Checking:
-    """One run. Files are looked at in parallel, so what it notes is kept under a lock."""
+    """One run. Files are looked at in parallel, so its findings are kept under a lock."""
 
     def __init__(
         self,
@@ -179,8 +179,8 @@ class _Checking:
     def _check_folders(
         self, kind: Kind, prefixes: Sequence[str], folders: Sequence[StorePath]
     ) -> None:
-        """The files in folders against the rows whose names begin so."""
-        # Listed first: a file's row is there before the file is.
+        """Compare the files in some folders with the rows whose names begin with their prefixes."""
+        # Files before rows: a file has a row before it exists, so none seems to lack one.
         files = {file.path: file for folder in folders for file in self._store.list(folder)}
         names = (prefixes[0], f"{prefixes[-1]}g")
         rows = self._database.read(partial(_rows, kind=kind, names=names))
@@ -192,7 +192,7 @@ class _Checking:
         self._count(**{kind.table.name: len(in_use)})
 
     def check_staging(self) -> None:
-        """What is being written is under an upload, which has a row before it has a file."""
+        """Each folder in staging is an upload's, which has a row before it has a file."""
         files = [file.path for file in self._store.list(layout.STAGING)]
         folders = {path.text.split("/")[1] for path in files}
         known = self._database.read(partial(_uploads, names=sorted(folders)))
@@ -201,7 +201,7 @@ class _Checking:
                 self._report_unknown(path)
 
     def check_top(self) -> None:
-        """What lies beside the folders of a yard, and is no file of its database either."""
+        """Report what lies beside the yard's folders, unless it is a file of its database."""
         beside = self._database.files_in(folder_of(self._store))
         for path in self._store.top():
             if path in layout.TOP or (beside and path.text.startswith(beside)):
@@ -215,13 +215,13 @@ class _Checking:
                 self._report_unknown(path)
 
     def check_records(self) -> None:
-        """What the store tells by itself: all that `rebuild` needs, and nothing else."""
+        """The store must have all records and journal entries `rebuild` needs, and no others."""
         told.check_told(self._database, self._store, self._add, read_data=self._read_data)
         for path in told.foreign_files(self._store):
             self._report_unknown(path)
 
     def check_blocks(self) -> None:
-        """Every block a version needs lies in some pack; of damaged packs was told before."""
+        """Every block a version needs lies in some pack. Damaged packs were reported before."""
         self._database.write(damage.mark_versions)
         for ref, blocks in self._database.read(damage.without_placement):
             what = f"needs {blocks} blocks that lie in no pack"
@@ -255,7 +255,7 @@ class _Checking:
 
     def _examine(self, kind: Kind, row: Row[Any], file: FileStat) -> None:
         """Read all of a file's replicas, and say what that means for the row."""
-        # A manifest may have been compressed anew, to another length; its digest tells.
+        # Only a pack's length tells: a manifest may have been compressed again, to another length.
         is_short = kind is PACKS and file.length != row.bytes
         found = kind.examine(self._database, self._store, row)
         self._count(read_bytes=found.read_bytes)
@@ -293,7 +293,7 @@ class _Checking:
     def _report_damage(self, kind: Kind, row: Row[Any], code: str, what: str) -> None:
         mark = partial(damage.mark, table=kind.table, row_id=row.id, who=self._who, why=what)
         if self._database.write(mark) or self._is_in_use(kind, row):
-            # Who pushes finds a file under that name, and never writes over one.
+            # A push would find a file under the manifest's name, and never writes over one.
             is_in_the_way = kind is MANIFESTS and code != "missing"
             advice = _HEAL_AND_PUSH if is_in_the_way else _PUSH_AGAIN
             self._add_file(kind, row, code, what, advice)
@@ -311,7 +311,7 @@ class _Checking:
             self._add_file(kind, row, code, what, advice)
 
     def _is_in_use(self, kind: Kind, row: Row[Any]) -> bool:
-        """Whether it still is: gc may have rewritten a pack since its row was read."""
+        """Whether a row still is: gc may have rewritten a pack since the row was read."""
         still = select(kind.table.c.id).where(kind.table.c.id == row.id, kind.in_use)
         return self._database.read(lambda tx: tx.scalar(still)) is not None
 

@@ -1,6 +1,6 @@
-"""Chores: what a registry writes into its store by itself is under an upload, too.
+"""Chores: the uploads under which a registry itself writes into its store.
 
-So a file that a crash leaves in staging has a row, and gc finds it.
+So a file that a crash leaves in staging belongs to a row, by which gc finds it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from weightyard.storage.store import Store
 LEASE_S = 900.0
 
 _NOBODY = ""
-"""No token has this name, so what gc moved from all projects is none's own (`uploads.Reading`)."""
+"""No token has this name. gc moves blocks of all projects: no token may read them as its own
+(`uploads.Reading`)."""
 
 
 @contextmanager
 def small_files(database: Database, store: Store, chore: str) -> Iterator[UploadId]:
     """An upload for files that need no rows of their own; forgotten when all went well.
 
-    A write that was tried again may have left its first attempt in staging: then the row stays,
-    and gc finds the file by it.
+    A write that was retried may have left its first attempt in staging. Then the row stays, and by
+    it gc finds the file.
     """
     upload = UploadId.new()
     database.write(lambda tx: open_chore(tx, upload, chore))

@@ -1,7 +1,7 @@
 """gc: takes away what nobody needs, in two steps (docs/design/0005-collecting.md).
 
-Each step is a row of short transactions, each over a range of ids (`locking`). Safe beside writers
-and readers, and after a crash at any point: the next run goes on from the rows.
+Each step is a series of short transactions, each over a range of ids (`locking`). It is safe beside
+writers and readers, and after a crash at any point: the next run goes on from the rows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SHOWN_ITEMS = 1000
 """How many things a report names; the rest is counted."""
 
 _DOOMED = (FileState.CONDEMNED, FileState.DAMAGED)
-"""What is damaged is never condemned: a claim would bring it back to life."""
+"""What may lose its placements. A damaged pack is never condemned: a claim would revive it."""
 
 _packs, _manifests, _lists, _blocks = schema.packs, schema.manifests, schema.lists, schema.blocks
 _v, _edges = schema.versions, schema.version_lists
@@ -67,7 +67,7 @@ class GcOptions:
     """How to collect."""
 
     grace_s: float = GRACE_S
-    """What nobody needs is kept for so long, by the database's clock, before its file goes."""
+    """How long what nobody needs is kept, by the database's clock, before its file goes."""
     unsafe_grace: bool = False
     """Allow less than a day although others may be reading."""
     embedded: bool = False
@@ -87,8 +87,8 @@ class GcOptions:
             raise BadSetting(f"a grace of {self.grace_s} s")
         if self.grace_s < SAFE_GRACE_S and not (self.unsafe_grace or self.embedded):
             raise BadSetting(
-                f"a grace of {self.grace_s:.0f} s is under a day: a reader may still be at a file "
-                "that goes. `--unsafe-grace` allows it"
+                f"a grace of {self.grace_s:.0f} s is under a day: a file may go while it is still "
+                "being read. `--unsafe-grace` allows it"
             )
 
 
@@ -122,7 +122,7 @@ class Tally:
 def collect(
     database: Database, store: Store, options: GcOptions, who: str, progress: Progress = silent
 ) -> GcReport:
-    """Take away what nobody needs. Raises BadSetting, ForeignStore, Conflict if another is at it,
+    """Take away what nobody needs. Raises BadSetting, ForeignStore, Conflict if gc runs already,
     and what the store raises: then what was done stays done, and the next run does the rest.
     """
     options.require_safe()
@@ -132,7 +132,7 @@ def collect(
 
 
 class _Run:
-    """One run: the steps, in the order in which they make work for each other."""
+    """One run. Each step may make work for those after it: hence their order."""
 
     def __init__(
         self, database: Database, store: Store, options: GcOptions, who: str, progress: Progress
@@ -189,7 +189,7 @@ class _Run:
         self._tally.failed += self._database.read(retention.not_understood)
 
     def _purge_versions(self) -> None:
-        """Let go of what removed versions referred to, unless readers or uploads are at it."""
+        """Let go of what removed versions referred to, unless a reader or an upload holds it."""
         has_edges = exists().where(_edges.c.version_id == _v.c.id)
         held = exists().where(schema.read_leases.c.version_id == _v.c.id)
         over = and_(_v.c.removed_ms.is_not(None), has_edges, ~held, ~is_claimed_from())
@@ -233,12 +233,12 @@ class _Run:
                 self._tally.note("manifest", row.name, row.bytes, "condemned: no version has it")
 
     def _tell_the_store(self) -> None:
-        """Removals reach the journal before anything they set free is touched.
+        """Write removals into the journal before anything they set free is touched.
 
         Otherwise a registry rebuilt from the store would bring back versions without their bytes.
-        Raises Conflict if one cannot be written.
+        Raises Conflict if an entry cannot be written.
         """
-        last = outbox.newest(self._database)  # what comes later, others write
+        last = outbox.newest(self._database)  # later entries are written by those who make them
         while outbox.flush(self._database, self._store, up_to=last):
             pass
         outbox.require_all_told(self._database)
@@ -293,9 +293,9 @@ class _Run:
                     self._tally.note("pack", row.name, row.bytes, "deleted: its grace is over")
 
     def _delete_manifests(self) -> None:
-        """A manifest's name is its content: a writer may want it again at this very moment.
+        """A manifest's name is its digest, so a writer may want the same one at this very moment.
 
-        So its file goes while the row is locked; whoever wants it waits, then writes it anew.
+        So its file goes while the row is locked; such a writer waits, then writes it anew.
         """
         due = due_manifests(self._needs, self._options.grace_ms)
 
@@ -331,7 +331,7 @@ class _Run:
     def _found(
         self, doing: str, table: Table, where: ColumnElement[bool], **how: Any
     ) -> Iterator[ColumnElement[bool]]:
-        """`locking.found`, saying how far it is."""
+        """As `locking.found`, and tells the progress."""
         return found(self._database, table, where, passed=self._passing(doing, table), **how)
 
     def _passing(self, doing: str, table: Table) -> Callable[[int], None]:
@@ -346,9 +346,10 @@ class _Run:
         return self._database.read(lambda tx: tx.execute(statement).all())
 
     def _announce(self) -> None:
-        """Say in the store that files go from here on: a database from before knows no such entry.
+        """Say in the journal that files go from here on.
 
-        It would look for blocks where they no longer are; so it is refused (`freshness`).
+        A database restored from a backup would look for blocks where they no longer are. It does
+        not know this entry, so it is refused (`freshness`).
         """
         if self._is_announced:
             return
@@ -369,7 +370,7 @@ def idle_packs(needs: Needs) -> ColumnElement[bool]:
 
 
 def due_packs(needs: Needs, grace_ms: int) -> ColumnElement[bool]:
-    """Packs that may lose their placements; of damaged ones all that is needed lies elsewhere."""
+    """Packs that may lose their placements; damaged ones, once what is needed lies elsewhere."""
     condemned = and_(_packs.c.state == FileState.CONDEMNED, ~needs.of_pack())
     damaged = and_(_packs.c.state == FileState.DAMAGED, ~needs.only_of_pack())
     return and_(condemned | damaged, is_older(_packs, grace_ms), ~needs.pinned_pack())
@@ -390,7 +391,11 @@ def due_manifests(needs: Needs, grace_ms: int) -> ColumnElement[bool]:
 
 
 def _doom(tx: Connection, which: ColumnElement[bool]) -> None:
-    """They have waited in their state already: its time stays, so that their files go at once."""
+    """Take the placements of these packs away.
+
+    The time of their state stays as it is: they have waited for the grace time, so their files may
+    go at once.
+    """
     doomed = lock(tx, _packs, which)
     change(tx, _packs, doomed, state=FileState.DELETING)
     placements = schema.placements

@@ -56,18 +56,19 @@ def commit(
     try:
         opened = uploads.fence(tx, upload, alone=True)  # one that expired fails here, loudly
     except UploadExpired:
-        if done := _done_before(tx, key, digest, upload):  # it went on until just now
+        # Another commit of this upload may have ended it while this one waited for the lock.
+        if done := _done_before(tx, key, digest, upload):
             return done
         raise
     if publication.checkpoint is not None:
         runs.require_ranks(tx, upload, opened.row_id, publication.checkpoint.ranks)
-    # must: before anything refers to them
+    # Must come before anything refers to them.
     blocks = _require_placements(tx, opened.row_id, manifest, reading)
     manifest_row = _require_manifest(tx, opened.row_id, digest, publication)
     edges = insert_lists(tx, manifest, blocks)
     parent = _hold_parent(tx, publication)
-    # Before a new model is told of, which locks what tells: two commits must not wait for each
-    # other in a circle.
+    # Before a new model is made, as telling of that takes the lock of events and journal: in the
+    # other order two commits could each wait for the other.
     quotas.hold(tx, opened.model.project)
     model_row, number = _next_number(tx, opened.model, opened.author, publication)
     version_row = _insert_version(
@@ -100,7 +101,7 @@ def commit(
 
 
 def _told(version: Version, publication: Publication) -> dict[str, Any]:
-    """What the journal tells of a version besides its record."""
+    """What the journal tells of a new version; the rest is in its record."""
     checkpoint = publication.checkpoint
     of_run = {} if checkpoint is None else {"generation": checkpoint.generation}
     return {"digest": version.digest, **of_run}
@@ -175,9 +176,10 @@ def _require_manifest(
 
 
 def block_lists(manifest: Manifest) -> list[tuple[int, ...]]:
-    """The manifest's blocks as lists of their numbers: one a tensor, one for the rest of a file.
+    """The manifest's blocks as lists of their numbers: one for each tensor, one for the rest of
+    each file.
 
-    A tensor that did not change has the list it had; tensors in one bundle have one list.
+    A tensor that did not change has the same list as before; tensors in one bundle share one.
     """
     lists: dict[tuple[int, ...], None] = {}
     of_tensors: dict[int, set[int]] = {}
@@ -201,7 +203,7 @@ def insert_lists(tx: Connection, manifest: Manifest, blocks: dict[BlockId, int])
         ids = sorted(all_ids[number] for number in numbers)
         by_digest[blake3(b"".join(block.raw for block in ids)).digest()] = ids
     known = _lock_lists(tx, list(by_digest))
-    # Again if gc removed a list after another writer had put it in, and before it was locked.
+    # Repeated if gc removed a list after it was found to be there, and before it was locked.
     while new := sorted(by_digest.keys() - known.keys()):
         insert_missing(tx, schema.lists, [{"digest": digest} for digest in new])
         added = _lock_lists(tx, new)
@@ -210,7 +212,8 @@ def insert_lists(tx: Connection, manifest: Manifest, blocks: dict[BlockId, int])
             for digest, list_row in added.items()
             for block in by_digest[digest]
         ]
-        # By block: each is locked for its edge, and neighbours lie on one page.
+        # In the order of blocks: each block's row is locked for its edge, always in this order, and
+        # neighbours lie on one page.
         edges.sort(key=itemgetter("block_id"))
         insert_missing(tx, schema.list_blocks, edges)
         known |= added
@@ -220,7 +223,7 @@ def insert_lists(tx: Connection, manifest: Manifest, blocks: dict[BlockId, int])
 def _share_lists(tx: Connection, manifest_row: int, version_row: int) -> None:
     """Give this version's lists to versions of the same content that have none.
 
-    They came back by a rebuild while their manifest was missing, and are whole from here on.
+    Those were brought back by `rebuild` without their manifest, and are whole from here on.
     """
     v, vl, other = schema.versions, schema.version_lists, schema.version_lists.alias("other")
     missing = (
@@ -252,7 +255,7 @@ def _lock_lists(tx: Connection, digests: Sequence[bytes]) -> dict[bytes, int]:
 
 
 def name_parent(tx: Connection, publication: Publication) -> Publication:
-    """The same with its parent's number: an alias may be on another version by the commit.
+    """The same with its parent named by number: an alias may have moved on by the commit.
 
     Raises NoSuchThing.
     """

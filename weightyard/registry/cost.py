@@ -29,26 +29,26 @@ _v, _m, _b, _p, _packs = (
 _lb, _vl = schema.list_blocks, schema.version_lists
 
 SHOWN = 20
-"""With how many versions what is shared is told."""
+"""For how many other versions a cost says how much is shared with them."""
 
 BESIDE = 16
-"""How many versions of the same model before it and after it are looked at for that."""
+"""To find these, so many versions of the same model before and after this one are looked at, …"""
 
 FOUND = 32
-"""And how many others that have blocks of it."""
+"""… and so many others that have blocks of it."""
 
 _OTHER_FILES = 3
 """Its manifest, its record, and the entry of the journal that tells of it."""
 
 WAYS = 100_000
-"""How many ways from block to version are followed to find them."""
+"""How many pairs of a block and a version that has it are looked at to find those others."""
 
 
 def cost(tx: Connection, ref: Ref, *, copies: int = 1, shown: int = SHOWN) -> Cost:
-    """What a version costs; `copies` is how often the store keeps a pack nobody asked more for.
+    """What a version costs; `copies` is how often the store keeps a pack unless asked otherwise.
 
-    A block that lies in several places, such as one stored whole and as a delta, takes all of them;
-    a reader takes one: standalone before delta, then the shortest. Raises NoSuchThing.
+    A block that lies in several places, such as one stored whole and as a delta, counts in all of
+    them; a reader takes one: standalone before delta, then the shortest. Raises NoSuchThing.
     """
     row = versions.find(tx, ref)
     mine = _blocks_of(row.id)
@@ -92,7 +92,7 @@ def freed_by_removing(tx: Connection, ref: Ref) -> int:
 
 
 def _freed(tx: Connection, version_row: int, project: str) -> int:
-    """Its own blocks and the bases its deltas need, as far as nobody else needs them."""
+    """Stored bytes of its blocks and of its deltas' bases, as far as nobody else needs them."""
     mine = _blocks_of(version_row)
     bases = select(_p.c.base_id).where(
         _p.c.block_id.in_(select(mine.c.block_id)), _p.c.base_id.is_not(None)
@@ -115,7 +115,7 @@ def _blocks_of(version_row: int) -> CTE:
 
 
 def _placements(blocks: Select[tuple[int]], project: str) -> Select[tuple[int, int, int]]:
-    """All placements of blocks, where projects are apart those in packs of this one."""
+    """All placements of blocks; if projects share nothing, those in packs of this project."""
     readable = _packs.c.state.in_((FileState.LIVE, FileState.CONDEMNED))
     own = or_(_packs.c.project.is_(None), _packs.c.project == project)
     return (
@@ -147,7 +147,7 @@ def _best(blocks: Select[tuple[int]], *, standalone: bool = False) -> CTE:
 
 
 def _missing_bases(mine: CTE, best: CTE) -> Select[tuple[int]]:
-    """Bases that must be fetched although they are no blocks of the version."""
+    """Bases of its deltas that are no blocks of the version, and so are fetched besides."""
     return (
         select(best.c.base_id)
         .where(best.c.base_id.is_not(None), best.c.base_id.not_in(select(mine.c.block_id)))
@@ -178,9 +178,9 @@ def _in_others(block: ColumnElement[int], version_row: int) -> ColumnElement[boo
 
 
 def _may_share(model: ColumnElement[int], version_row: int) -> ColumnElement[bool]:
-    """Whether a model's blocks are shared with a version's: where projects are apart, in its own.
+    """Whether a model may share blocks with a version. If dedup is by project: one of its project.
 
-    So that the cost of a version does not tell what another project has.
+    So the cost of a version does not tell what another project has.
     """
     own, mine, theirs = _v.alias("own"), _m.alias("own_model"), _m.alias("other_model")
     dedup = select(schema.registry.c.dedup).scalar_subquery()
@@ -198,8 +198,8 @@ def _may_share(model: ColumnElement[int], version_row: int) -> ColumnElement[boo
 def _shared_with(
     tx: Connection, version_row: int, mine: CTE, shown: int
 ) -> tuple[dict[str, int], bool]:
-    """Raw bytes in common with the versions that share most, of those looked at; and whether these
-    are all that share."""
+    """Raw bytes in common with the versions that share most, among those looked at; and whether
+    these are all that share any."""
     ways, found = _ways(mine), _found(version_row, mine)
     near = _candidates(version_row, found)
     common = (
@@ -234,7 +234,7 @@ def _is_less(tx: Connection, some: Select[tuple[int]], most: int) -> bool:
 
 
 def _candidates(version_row: int, found: Select[tuple[int]]) -> CTE:
-    """Versions to look at: neighbours of the same model, and those found by way of its blocks."""
+    """Versions to look at: neighbours of the same model, and those found by its blocks."""
     own = select(_v.c.model_id, _v.c.number).where(_v.c.id == version_row).cte("own")
     beside = (_v.c.model_id == own.c.model_id, *_is_seen_beside(version_row))
     older = select(_v.c.id).where(*beside, _v.c.number < own.c.number).order_by(_v.c.number.desc())
@@ -249,10 +249,10 @@ def _is_seen_beside(version_row: int) -> tuple[ColumnElement[bool], ...]:
 
 
 def _ways(mine: CTE) -> Select[tuple[int]]:
-    """Versions by way of blocks, each as often as there are ways.
+    """Versions that have its blocks, each as often as there are pairs of list and block.
 
     Thousands of versions that share thousands of lists make more pairs than can be looked at. So
-    the ways are followed up to a number; where there are fewer, every version that shares is found.
+    there is a limit; where there are fewer, every version that shares is found.
     """
     return (
         select(_vl.c.version_id)
@@ -265,8 +265,8 @@ def _ways(mine: CTE) -> Select[tuple[int]]:
 def _found(version_row: int, mine: CTE) -> Select[tuple[int]]:
     """The newest versions that have blocks of this one."""
     ways = _ways(mine).subquery()
-    # Few, and first: PostgreSQL would go through all versions from the newest, and for each through
-    # all ways.
+    # Materialized, so that PostgreSQL begins with these few. Else it goes through all versions from
+    # the newest, and for each of them through all pairs.
     reached = (
         select(ways.c.version_id)
         .distinct()

@@ -83,7 +83,7 @@ def unmark_versions(tx: Connection) -> None:
 
 
 def is_readable(block: ColumnElement[int]) -> ColumnElement[bool]:
-    """Whether a block lies in a pack that can be read; a delta's base too."""
+    """Whether a block lies in a pack that can be read; for a delta, its base must too."""
     base, base_packs = _p.alias("base"), _packs.alias("base_packs")
     has_base = exists().where(
         base.c.block_id == _p.c.base_id,
@@ -100,7 +100,7 @@ def is_readable(block: ColumnElement[int]) -> ColumnElement[bool]:
 
 
 def without_placement(tx: Connection) -> list[tuple[str, int]]:
-    """Damaged versions, and how many blocks each needs that lie in no pack, damaged ones included.
+    """Damaged versions, and how many blocks of each lie in no pack, not even in a damaged one.
 
     A delta counts as well if that is so of its base.
     """

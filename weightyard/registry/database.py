@@ -1,4 +1,4 @@
-"""The database: transactions that lock what they must, and errors the tree knows."""
+"""The database: SQLite or PostgreSQL, with transactions, and its errors turned into ours."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ _ATTEMPTS = 8
 _TRY_AGAIN = {"40001", "40P01", "55P03"}
 """PostgreSQL: serialisation failure, deadlock, lock not available. Nothing happened."""
 _MET = "23505"
-"""PostgreSQL: another transaction put in the same key first. Run again, the work finds it there."""
+"""PostgreSQL: another transaction inserted the same key first. Run again, the work finds it."""
 _MEETINGS = 3
-"""How often in a row that may be chance."""
+"""How many attempts may meet that before it counts as an error."""
 _BUSY_S = 30
 """How long SQLite may wait for a file that others use."""
 _SQLITE: dict[str, Any] = {"timeout": _BUSY_S, "check_same_thread": False}
@@ -69,16 +69,16 @@ _LOCK_TIMEOUT = "60s"
 """PostgreSQL: how long a statement may wait for others; then the transaction is run again."""
 _FORBIDDEN = "42501"
 _INVALID = re.compile("connection is bad: invalid .* value")
-"""What libpq says of an option, before it connects; it has no code."""
+"""What libpq says of a wrong option, before it connects; such an error has no code."""
 _MISTAKES = (exc.ProgrammingError, exc.IntegrityError, exc.DataError, exc.NotSupportedError)
-"""What no database says of itself, only of what it was asked."""
+"""Errors that tell of the statement, not of the database's state."""
 
 
 _DRIVERS = ("sqlite", "sqlite+pysqlite", "postgresql+psycopg")
 
 
 class now_ms(FunctionElement[int]):  # noqa: N801 - reads as the SQL function it is
-    """The database's clock: what leases and grace times are measured by, on whatever host."""
+    """The database's clock: every host measures leases and grace times by it."""
 
     type = BigInteger()
     inherit_cache = True
@@ -100,7 +100,7 @@ class Database:
     def __init__(self, url: str) -> None:
         try:
             self.url = make_url(url)
-        except (exc.ArgumentError, ValueError):  # its text has all of it, a password too
+        except (exc.ArgumentError, ValueError):  # not chained: its text has the URL's password
             raise BadSetting("the database's URL: use sqlite:///… or postgresql://…") from None
         if self.url.drivername == "postgresql":
             self.url = self.url.set(drivername="postgresql+psycopg")
@@ -120,22 +120,22 @@ class Database:
         """Its URL without its password."""
         try:
             return self.url.render_as_string(hide_password=True)
-        except UnicodeEncodeError:  # of a file, in a folder whose name is not UTF-8
+        except UnicodeEncodeError:  # a file of SQLite in a folder whose name is not UTF-8
             return f"sqlite:///{self.url.database}"
 
     @property
     def is_there(self) -> bool:
-        """Whether looking into it makes nothing: connecting to an SQLite file makes one."""
+        """Whether connecting makes no new database, as it does where SQLite finds no file."""
         return not self.is_sqlite or Path(str(self.url.database)).exists()
 
     def write(self, work: Callable[[Connection], _T]) -> _T:
         """Run work in one transaction that may change things, and commit it.
 
         On SQLite nothing else writes meanwhile. Where the database says that nothing happened
-        (a deadlock, a busy file), the work is run again: it must have no effect but on the
-        database. Raises RegistryUnavailable; after that, whether it happened is unknown.
-        Trying again is no use, and nothing happened, after NotAllowed and StoreFull (of SQLite's
-        file), BadSetting (of PostgreSQL's rights), and Bug, for a statement that is wrong.
+        (a deadlock, a busy file), the work is run again: so it must change nothing but the
+        database. Raises RegistryUnavailable, after which it is unknown whether it happened.
+        Nothing happened, and trying again is no use, after NotAllowed and StoreFull (SQLite's
+        file), BadSetting (rights in PostgreSQL), and Bug (a statement that is wrong).
         """
         for attempt in range(1, _ATTEMPTS + 1):
             try:
@@ -149,14 +149,14 @@ class Database:
         raise AssertionError("unreachable")
 
     def write_twice(self, work: Callable[[Connection], _T]) -> _T:
-        """As `write`, once more if its answer was lost: for work that may be repeated."""
+        """As `write`, repeated if its answer was lost: for work that may be done twice."""
         try:
             return self.write(work)
         except RegistryUnavailable:
             return self.write(work)
 
     def write_soon(self, work: Callable[[Connection], _T], within_s: float) -> _T:
-        """As `write`, for what nobody should wait for long, and only once.
+        """As `write`, for work that must not make its caller wait; it is tried only once.
 
         `within_s`: how long to wait while others write. Raises as `write`.
         """
@@ -195,10 +195,11 @@ class Database:
             raise self._as_ours(why) from why
 
     def stamp(self) -> tuple[int, ...] | None:
-        """Is another one whenever anything was committed; None where that is not told at once.
+        """Changes whenever anything is committed. None where that cannot be told quickly.
 
-        SQLite tells it of what other connections commit, so this one is used for nothing else. And
-        it knows its file as it was opened: one that took its place since is a change, too.
+        SQLite's `data_version` counts what other connections commit, so this connection is used for
+        nothing else. It is of the file that was opened; if another took its place, that shows in
+        the stamp, too.
         """
         if not self.is_sqlite or self.url.database in (None, "", ":memory:"):
             return None
@@ -214,7 +215,7 @@ class Database:
                 (version,) = self._watching.execute("PRAGMA data_version").fetchone()
                 return *file, version
         except (sqlite3.Error, OSError):
-            return None  # who asks for more than that is told what is wrong
+            return None  # the query that follows will tell what is wrong
 
     def _stop_watching(self) -> None:
         if self._watching is not None:
@@ -228,7 +229,7 @@ class Database:
 
     @contextmanager
     def _connected(self, *, write: bool | None) -> Iterator[Connection]:
-        """`write`: whether a transaction may; None: there is none."""
+        """`write`: whether the transaction may change things; None: there is no transaction."""
         try:
             opened = self.engine.connect()
         except exc.TimeoutError as why:
@@ -243,7 +244,7 @@ class Database:
 
     @contextmanager
     def _impatient(self, connection: Connection, within_ms: int) -> Iterator[None]:
-        """SQLite waits already when a transaction begins, so it is told before."""
+        """Have SQLite wait only so long. Said beforehand, as it waits when a transaction begins."""
         if not self.is_sqlite:
             yield
             return
@@ -255,7 +256,7 @@ class Database:
             driver.execute(f"PRAGMA busy_timeout={_BUSY_S}000")
 
     def _as_ours(self, why: exc.DBAPIError) -> YardError:
-        """What a database's error means to callers: it is away, set up wrongly, or misused."""
+        """The error of ours that a database's error is: it is away, set up wrongly, or misused."""
         said = f"database: {_said(why)}"
         if getattr(why.orig, "sqlstate", None) == _FORBIDDEN:
             return BadSetting(f"{said}: grant it to the user of the database's URL")
@@ -271,9 +272,9 @@ class Database:
         return Bug(said) if is_mistake else RegistryUnavailable(said)
 
     def files_in(self, folder: Path | None) -> str | None:
-        """How the names of its files in a folder begin; None: it has none there.
+        """What the names of its files in a folder begin with; None: it has none there.
 
-        SQLite has files beside the database, and so has `alone`.
+        SQLite puts files beside the database, and so does `alone`.
         """
         if not self.is_sqlite or folder is None or not self.url.database:
             return None
@@ -307,10 +308,10 @@ class Database:
 def _connect_postgresql(
     dialect: Dialect, record: object, arguments: list[Any], named: dict[str, Any]
 ) -> Any:
-    """Connects. Raises BadSetting for a wrong option, or a database that cannot keep every text.
+    """Connect. Raises BadSetting for a wrong option, or a database that cannot keep every text.
 
-    PostgreSQL makes one in SQL_ASCII where the server's locale is C. It gives texts back as bytes,
-    which fails far from its cause.
+    Where the server's locale is C, PostgreSQL makes databases in SQL_ASCII. Such a one returns
+    texts as bytes, which would fail far from the cause.
     """
     try:
         connection: Any = dialect.connect(*arguments, **named)
@@ -336,7 +337,7 @@ def _bad_url(why: Exception) -> BadSetting:
 
 
 def _limit_waiting(connection: Any) -> None:
-    """Unless the URL, the role or the server says how long a lock is waited for."""
+    """Limit how long a lock is waited for, unless the URL, the role or the server says it."""
     connection.autocommit = True
     connection.execute(
         "SELECT set_config('lock_timeout', %s, false) WHERE current_setting('lock_timeout') = '0'",
@@ -360,9 +361,9 @@ def _prepare_sqlite(connection: sqlite3.Connection, record: object) -> None:
 
 
 def _use_wal(cursor: sqlite3.Cursor) -> None:
-    """Of those who open a new file at once, SQLite lets one switch, and refuses all others.
+    """Switch to WAL. Where several open a new file together, SQLite lets one of them switch.
 
-    At once, whatever the time-out: each would wait for the others to let go of the file.
+    It refuses the others immediately, whatever the time-out, as they would wait for each other.
     """
     until = time.monotonic() + _BUSY_S
     while True:
@@ -388,8 +389,8 @@ def is_one_of(
 ) -> ColumnElement[bool]:
     """`column IN values` for thousands of values: one array on PostgreSQL, not a bind for each.
 
-    Told how many they are, PostgreSQL reads a table of a million rows from end to end to look for
-    five thousand. From a subquery it expects few, and looks each of them up in the index.
+    Knowing that there are five thousand, PostgreSQL would read a table of a million rows from end
+    to end. From a subquery it expects few values, and looks each of them up in the index.
     """
     if connection.dialect.name == "sqlite":
         return column.in_(values)
@@ -400,8 +401,8 @@ def is_one_of(
 def as_array(values: Sequence[Any], kind: TypeEngine[Any]) -> ColumnElement[Any]:
     """Values as one array for PostgreSQL.
 
-    psycopg writes an array value by value, looking at each in several ways: for thousands of them
-    that takes as long as the server needs to look them up. Numbers and ids are written here.
+    psycopg converts an array value by value, which for thousands takes as long as the server needs
+    to look them up. So arrays of integers and of bytes are written as text here.
     """
     array = ARRAY(kind)
     if isinstance(kind, Integer):
@@ -415,7 +416,7 @@ def as_array(values: Sequence[Any], kind: TypeEngine[Any]) -> ColumnElement[Any]
 
 
 def _is_worth_another_go(why: exc.DBAPIError, attempt: int) -> bool:
-    """Whether the transaction did nothing, and may well do better now."""
+    """Whether the transaction did nothing, and may succeed if tried again."""
     original = why.orig
     if isinstance(original, sqlite3.OperationalError):
         return attempt < _ATTEMPTS and ("locked" in str(original) or "busy" in str(original))
@@ -424,8 +425,8 @@ def _is_worth_another_go(why: exc.DBAPIError, attempt: int) -> bool:
 
 
 def _is_forbidden(code: int, file: str) -> bool:
-    """Whether SQLite was kept from a file by permissions, or a disk that can only be read."""
-    match code & 0xFF:  # what is above says more about it
+    """Whether permissions, or a read-only disk, kept SQLite from using a file."""
+    match code & 0xFF:  # the higher bits tell details
         case sqlite3.SQLITE_READONLY:
             return code != sqlite3.SQLITE_READONLY_DBMOVED  # another file took its place
         case sqlite3.SQLITE_CANTOPEN:  # also if its folder is away, or too many files are open

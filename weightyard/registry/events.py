@@ -21,7 +21,7 @@ def newest(tx: Connection) -> int:
 def after(
     tx: Connection, last: int, *, projects: Sequence[str] | None = None, limit: int = 1000
 ) -> list[Event]:
-    """Events after one, the oldest first, those of these projects."""
+    """Events after the one with id `last`, the oldest first; with `projects`, of these only."""
     wanted = select(_e).where(_e.c.id > last).order_by(_e.c.id).limit(limit)
     if projects is not None:
         wanted = wanted.where(or_(*(_is_of(f"{name}/") for name in projects)))
@@ -38,5 +38,5 @@ def after(
 
 
 def _is_of(prefix: str) -> ColumnElement[bool]:
-    """Whether a subject begins so. Not by LIKE, which on SQLite takes `Team/` for `team/`."""
+    """Whether a subject has this prefix. Not by LIKE, which on SQLite takes `Team/` for `team/`."""
     return func.substr(_e.c.subject, 1, len(prefix)) == prefix

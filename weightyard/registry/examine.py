@@ -1,4 +1,4 @@
-"""Examining files: every byte of every replica, held against what it should be."""
+"""Examining files: every byte of every replica, compared with what it should be."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Copy:
     """One replica of a file, as examined."""
 
     replica: Replica | None
-    """None: the store could not be told which one to read, or did not say which it read."""
+    """None: the store cannot be told which one to read, or did not say which one it read."""
     flaw: str | None = None
     """What is wrong with it, in short."""
     bad: set[int] = field(default_factory=set)
-    """Offsets of the blocks in it that are not as they should be."""
+    """Offsets of the blocks that are wrong in it."""
     is_reachable: bool = True
 
     @property
@@ -60,7 +60,7 @@ class Examined:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every replica was read: what cannot be reached now may be whole."""
+        """Whether every replica was read. One that cannot be reached now may be whole."""
         return bool(self.copies) and all(copy.is_reachable for copy in self.copies)
 
     @property
@@ -71,7 +71,9 @@ class Examined:
 
 
 def examine_pack(store: Store, pack: PackId, placements: Sequence[Placement]) -> Examined:
-    """Read all of a pack from each replica: frame, footer, checksums, and once the block ids.
+    """Read all of a pack from each replica: blocks, header and footer.
+
+    Every replica's checksums are checked; a block's id only until one replica has it right.
 
     Raises FileMissing, and what the store raises if it cannot say where the pack is.
     """
@@ -206,7 +208,7 @@ class _CopyOfPack:
 
 
 def _check_block(placement: Placement, stored: memoryview, whole: bool) -> None:
-    """`whole`: that the raw bytes are those of the id and the fold, too."""
+    """Check a block's checksums; with `whole` also that the raw bytes fit its id and fold."""
     check = require_block if whole else require_stored
     check(placement.encoding, stored)
 

@@ -1,8 +1,8 @@
 """Freshness: is this database the newest one that wrote to its store?
 
 A database brought back from a backup knows nothing of what was done since. It would take packs for
-garbage, give out numbers twice, and write other entries under the names of those that are there.
-Records and journal in the store tell.
+garbage, give out numbers twice, and write other entries under names that exist already. The records
+and the journal in the store show whether it is such a one.
 """
 
 from __future__ import annotations
@@ -26,26 +26,27 @@ from weightyard.storage.watched import Watched
 _log = Log(__name__)
 
 _LOOK_S = 3.0
-"""How long a change waits for a store to tell. A client gives a change up after half a minute,
-and a store tries for as long to be reached."""
+"""How long a change waits for the store's answer. A client waits half a minute for a change, and
+a store may try for as long to reach its cluster."""
 _SILENT_S = 10.0
-"""How long a store that did not tell is not asked again."""
+"""How long a store that did not answer is not asked again."""
 
 
 def require_newest(database: Database, store: Store) -> None:
     """Look for the journal entry after the newest one this database knows: one look is enough.
 
-    The journal has no gaps, and whatever is published or changed is in it. For every change; gc
-    asks for more. Raises ForeignStore if the database is older than its store.
+    The journal has no gaps, and whatever is published or changed is in it. Done before every
+    change; gc uses `require_newest_of_all`. Raises ForeignStore if the database is older than its
+    store.
     """
     _require_newest(database, store, lambda path: _is_there(store, path))
 
 
 class BriefLooks:
-    """The same for those who can do without: a store that does not answer stops nobody.
+    """As `require_newest`, for changes that need no store: one that does not answer stops nothing.
 
-    An alias can be moved while it is silent. Nor does it hold up all who change something: while it
-    is known to be silent, one of them at a time finds out whether it still is. Thread-safe.
+    So an alias can be moved meanwhile. Nor does every change wait for such a store: only one in
+    `_SILENT_S` asks it whether it answers again. Thread-safe.
     """
 
     def __init__(self, store: Store) -> None:
@@ -66,11 +67,11 @@ class BriefLooks:
         self._watched.close()
 
     def _is_there(self, path: StorePath) -> bool:
-        # A thread less: it is for what may hang, and a process that has threads should not fork.
+        # A folder does not hang, so it needs no thread; and a process with threads should not fork.
         if folder_of(self._store) is not None:
             return _is_there(self._store, path)
         if not self._may_ask():
-            raise StoreUnavailable(f"{self._store.url} did not answer lately, and is not asked")
+            raise StoreUnavailable(f"{self._store.url} did not answer lately, so it is not asked")
         doing = f"looking for {path}"
         try:
             found = self._watched.call(doing, _LOOK_S, lambda: _is_there(self._store, path))
@@ -102,7 +103,7 @@ def _require_newest(
     known = database.read(outbox.last_sequence)
     while is_there(layout.journal(known + 1)):
         again = database.read(outbox.last_sequence)
-        if again <= known:  # else another process has just written it
+        if again <= known:  # otherwise another process made that entry just now
             raise _older(store, layout.journal(known + 1))
         known = again
 
@@ -123,8 +124,8 @@ def require_newest_of_all(database: Database, store: Store) -> None:
 def unknown_to(database: Database, store: Store) -> Iterator[StorePath]:
     """Records and journal entries that a database cannot have caused.
 
-    There are none, unless the database is older than the store, or not its own: what it holds
-    to be unused may then be in use.
+    There are none, unless the database is older than the store, or not the store's: then what it
+    takes for unused may be in use.
     """
     numbers: dict[ModelName, int] = {}
     for file in store.list(layout.MODELS):
@@ -132,7 +133,7 @@ def unknown_to(database: Database, store: Store) -> Iterator[StorePath]:
         if version is None:
             continue
         model, number = version
-        # Asked again where it seems too low: versions are published meanwhile.
+        # Asked again if the number known seems too low: versions are published meanwhile.
         if number > numbers.get(model, 0):
             numbers[model] = _last_number(database, model)
         if number > numbers[model]:
@@ -148,9 +149,9 @@ def unknown_to(database: Database, store: Store) -> Iterator[StorePath]:
 
 def _older(store: Store, unknown: StorePath) -> ForeignStore:
     return ForeignStore(
-        f"{store.url} has {unknown}, of which this database does not know: it is older than its "
-        "store, so nothing is changed. Restore the newest backup, or run `weightyard rebuild` into "
-        "an empty database"
+        f"{store.url} has {unknown}, which this database does not know: the database is older than "
+        "its store, so nothing is changed. Restore the newest backup, or run `weightyard rebuild` "
+        "into an empty database"
     )
 
 

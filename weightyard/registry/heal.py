@@ -1,8 +1,8 @@
 """Heal: what can be done about a check's findings without the content being pushed again.
 
-A pack is never repaired in place: its good blocks go into a new pack, then it is marked damaged,
-so that nobody reads it any more, and gc removes it. A manifest's name is its digest, so a bad one
-is set aside, never deleted, before a good one takes its place.
+A pack is never repaired in place: its good blocks go into a new pack, then the old one is marked
+as damaged, so that nobody reads it any more, and gc removes it. A manifest's name is its digest, so
+a good one takes the same name; the bad file is moved aside before, never deleted.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class _Healing:
         self._who = who
 
     def clear_the_way(self) -> None:
-        """Move what nobody can read out of the way of records and journal entries."""
+        """Move unreadable files away whose names records or journal entries need."""
         for path, obstacle in outbox.set_aside(self._database, self._store):
             if obstacle is outbox.Obstacle.UNREADABLE:
                 with suppress(FileMissing):
@@ -84,12 +84,12 @@ class _Healing:
         self._database.write(outbox.try_again)
 
     def heal(self, finding: Finding) -> bool:
-        """Whether what was found is well now."""
+        """Do what can be done about a finding. Returns whether all is well now."""
         folder = finding.subject.partition("/")[0]
         name = finding.subject.rpartition("/")[2]
         match folder, finding.code:
             case _, "records-late":
-                return True  # all that waited was written before
+                return True  # `heal` has written all that waited
             case "packs", "replication-low":
                 return self._raise_replication(schema.packs, name, layout.pack(PackId(name)))
             case "manifests", "replication-low":
@@ -111,7 +111,7 @@ class _Healing:
         return row is not None
 
     def _rewrite(self, pack: PackId) -> bool:
-        """Put the blocks of a pack that lie nowhere else into a new one, those that are good."""
+        """Put those blocks of a pack that lie nowhere else, and are good, into a new one."""
         row = self._row(schema.packs, pack.hex)
         if row is None:
             return True  # nobody needed it any more
@@ -192,7 +192,10 @@ class _Healing:
                 return
 
     def _aside(self, digest: Digest) -> bytes | None:
-        """A good copy of a manifest among what was set aside: by a heal that did not end."""
+        """A good copy of a manifest among the files that were set aside.
+
+        There is one if an earlier `heal` set the file aside and did not get to writing it anew.
+        """
         for file in self._store.list(layout.DAMAGED):
             if file.path.text.rpartition("/")[2].startswith(digest.hex):
                 with suppress(Damaged, Retryable):
@@ -202,13 +205,13 @@ class _Healing:
         return None
 
     def _record_again(self, path: StorePath) -> bool:
-        """Have the record written as the version is now, in the place of one nobody can read."""
+        """Have a record written as the version is now; an unreadable one is moved aside."""
         version = history.record_of(path)
         if version is None:
             return False
         try:
             history.read_version(self._store, path)
-            return True  # it is back, since it was looked for
+            return True  # somebody has put it back since the check
         except FileMissing:
             pass
         except Retryable as why:
@@ -250,7 +253,7 @@ class _GoodBlocks(Iterator[tuple[Placement, memoryview]]):
 
 
 def _only_there(tx: Connection, pack_row: int, pack: PackId) -> list[Placement]:
-    """The placements of a pack whose blocks lie, whole, in no other that can be read."""
+    """The placements of those blocks of a pack that lie in no other readable pack as a whole."""
     p, packs = schema.placements.alias("elsewhere"), schema.packs
     b = schema.blocks
     elsewhere = exists().where(

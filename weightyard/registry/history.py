@@ -1,4 +1,4 @@
-"""History: what a store tells of versions and changes by itself, in records and journal."""
+"""History: reading a store's own account of versions and changes, its records and journal."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def read_record(store: Store, path: StorePath) -> RecordFile:
 
 
 def read_version(store: Store, path: StorePath) -> Version:
-    """The version a record tells of, which is the one its path names.
+    """The version a record tells of, if it is the one its path names.
 
     Raises FileMissing, ManifestInvalid, UnknownFormat.
     """
@@ -65,7 +65,7 @@ def read_version(store: Store, path: StorePath) -> Version:
 
 
 def read_entry(store: Store, path: StorePath) -> JournalEntry:
-    """The entry, which is the one its path names.
+    """The entry, if it is the one its path names.
 
     Raises FileMissing, ManifestInvalid, UnknownFormat.
     """

@@ -1,4 +1,4 @@
-"""Keeping: how many copies of a version there shall be, and on what kind of disk."""
+"""Keeping: changing how many copies of a version there are, and on what kind of disk."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _packs, _manifests, _v = schema.packs, schema.manifests, schema.versions
 def keep(tx: Connection, ref: Ref, *, copies: int | None, policy: str | None, who: str) -> Version:
     """Ask for copies, a policy, or both, for a version; what is None stays as it is.
 
-    Its packs are kept at least so from now on, and less where nobody asks for more any longer;
+    Its packs get more copies if they had fewer, and fewer if no other version asks for as many;
     `replication.settle` tells the store. Raises NoSuchThing, Refused if both are None.
     """
     if copies is None and policy is None:
@@ -26,7 +26,7 @@ def keep(tx: Connection, ref: Ref, *, copies: int | None, policy: str | None, wh
     row = versions.hold(tx, versions.find(tx, ref), alone=True)
     asked: dict[str, Any] = {"replication": copies, "policy": policy}
     changes = {name: value for name, value in asked.items() if value is not None}
-    replication.review_files_of(tx, row.id)  # those that were kept for its sake alone
+    replication.review_files_of(tx, row.id)  # some had more copies only for this version
     tx.execute(update(_v).where(_v.c.id == row.id).values(**changes))
     holding = _packs.c.id.in_(replication.packs_of(row.id))
     # In the order of ids, as claims lock packs.

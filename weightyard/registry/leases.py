@@ -1,8 +1,8 @@
-"""Read leases: a reader that goes on for long says so, and gc leaves its version alone.
+"""Read leases: a reader that takes long holds one, so that gc leaves its version alone.
 
-A lease counts until gc has found it expired and removed it; then it cannot be renewed any more.
-Ids are random: by one of a lease that ended nobody gets at another, as SQLite would number it, or a
-registry that was rebuilt.
+A lease counts until gc finds it expired and removes it; then it cannot be renewed any more. Ids are
+random. SQLite, or a rebuilt registry, would give a new lease the number of one that ended, and the
+former holder could renew or release it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from weightyard.registry.rows import clock, moment
 _leases = schema.read_leases
 
 _ID_BITS = 53
-"""Of a whole number that every reader of JSON keeps as it is."""
+"""As many as every reader of JSON keeps exactly in a whole number."""
 
 
 def take(tx: Connection, ref: Ref, holder: str, seconds: float, author: str) -> ReadLease:
@@ -31,7 +31,8 @@ def take(tx: Connection, ref: Ref, holder: str, seconds: float, author: str) -> 
         raise Refused(f"a lease names its holder in 1 to {MAX_HOLDER} characters")
     row = versions.find(tx, ref)
     v = schema.versions
-    # One statement notes the use and locks the row: a lock shared first would have to grow.
+    # One statement notes the use and locks the row. With a shared lock first, two readers would
+    # each wait for the other's when they note the use.
     there = update(v).where(v.c.id == row.id, v.c.removed_ms.is_(None)).values(used_ms=now_ms())
     if not tx.execute(there).rowcount:
         raise NoSuchThing(f"no version {ref}: it was just removed")
@@ -52,7 +53,7 @@ def take(tx: Connection, ref: Ref, holder: str, seconds: float, author: str) -> 
 
 
 def renew(tx: Connection, lease_id: int, seconds: float) -> ReadLease:
-    """Hold on for longer, from now. Raises NoSuchThing if the lease was given up or has ended."""
+    """Have a lease last so long from now. Raises NoSuchThing if it was given up or has ended."""
     until_ms = clock(tx) + _millis(seconds)
     row = tx.execute(
         update(_leases).where(_leases.c.id == lease_id).values(until_ms=until_ms).returning(_leases)
@@ -75,7 +76,7 @@ def no_such_lease(lease_id: int) -> NoSuchThing:
 
 
 def _as_lease(tx: Connection, row: Row[Any]) -> ReadLease:
-    """Its version may have been removed: that is what the lease is for."""
+    """Removed versions count as well: outliving that is what a lease is for."""
     v, m = schema.versions, schema.models
     project, name, number = tx.execute(
         select(m.c.project, m.c.name, v.c.number)
@@ -97,7 +98,7 @@ def release(tx: Connection, lease_id: int) -> None:
 
 
 def drop_expired(tx: Connection) -> int:
-    """Remove leases that ended. A renewal in another transaction is waited for, and counts."""
+    """Remove leases that ended. Waits for a renewal in another transaction, which then counts."""
     return tx.execute(delete(_leases).where(_leases.c.until_ms <= now_ms())).rowcount
 
 

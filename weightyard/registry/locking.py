@@ -1,7 +1,7 @@
 """Locking: changing many rows a range at a time, each looked at again under its lock.
 
-PostgreSQL reads what was committed when a statement began, but grants a lock by what is committed
-when it is granted: only a statement begun after the lock sees a pin that came between.
+In PostgreSQL a statement sees what was committed when it began, yet it may get its locks later. So
+only another statement, begun under the locks, sees a pin that was made in between.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from weightyard.registry.rows import batches
 from weightyard.registry.schema import FileState
 
 _RANGE = 5000
-"""Rows looked at in one question."""
+"""How many rows one query looks at."""
 
 _BATCH = 500
-"""Rows changed in one transaction."""
+"""How many rows one transaction changes."""
 
 
 def is_older(table: Table, grace_ms: int) -> ColumnElement[bool]:
@@ -37,11 +37,11 @@ def found(
     size: int = _BATCH,
     passed: Callable[[int], None] = lambda id: None,
 ) -> Iterator[ColumnElement[bool]]:
-    """Rows that fit, some at a time, as the condition to look for them again.
+    """Rows that fit, some at a time: each time the condition by which to find them again.
 
-    The table, or what is `among` it, is gone through by ranges of ids: however many rows there are
-    and however the database likes to answer, each question is about a few of them. `passed` is
-    told the id up to which all was seen.
+    The table, or the part of it that `among` selects, is gone through by ranges of ids. So each
+    query looks at a limited number of rows, whatever plan the database chooses. `passed` is told
+    the id up to which all were seen.
     """
     after: int | None = 0
     while after is not None:
@@ -69,7 +69,7 @@ def _look(
 
 
 def lock(tx: Connection, table: Table, where: ColumnElement[bool]) -> list[int]:
-    """Ids of rows that fit, looked at once more when they are locked; what is held is skipped."""
+    """Lock rows, without those that others hold. Returns the ids of those that fit even then."""
     rows = select(table.c.id).where(where).order_by(table.c.id)
     locked = tx.scalars(rows.with_for_update(skip_locked=True, of=table)).all()
     return list(tx.scalars(rows.where(is_one_of(tx, table.c.id, locked)))) if locked else []

@@ -1,6 +1,7 @@
 """Schema versions: Alembic migrations that ship with the package.
 
-Alembic itself is imported only to migrate: looking costs a query, not most of a command's start.
+Alembic is imported only to migrate. To see which version a database has takes one query; the import
+would take most of a command's start.
 """
 
 from __future__ import annotations
@@ -72,8 +73,8 @@ def _migrate(tx: Connection) -> None:
     from alembic.config import Config
 
     if tx.dialect.name == "postgresql":
-        # On SQLite every transaction that writes is alone anyway. Alembic looks what is left to do
-        # after this, so whoever waited finds nothing.
+        # On SQLite every transaction that writes is alone anyway. Alembic sees what is left to do
+        # only after this, so a process that had to wait finds nothing to do.
         tx.execute(select(func.pg_advisory_xact_lock(_LOCK)))
     config = Config()
     config.set_main_option("script_location", str(resources.files("weightyard") / "migrations"))

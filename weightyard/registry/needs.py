@@ -1,4 +1,4 @@
-"""Needs: what keeps a block, a pack or a manifest, as conditions in SQL.
+"""Needs: whether anything still needs a block, a pack or a manifest, as conditions in SQL.
 
 A block is needed if it is in a list, or the base of a delta of such a block (deltas have depth 1).
 Nothing here reads rows into memory: the database decides, by its indexes (`rows.some`).
@@ -35,14 +35,14 @@ _packs, _pins, _v, _leases = schema.packs, schema.pins, schema.versions, schema.
 
 @dataclass(frozen=True, slots=True)
 class Leaving:
-    """Versions whose lists nobody will need once gc has been through."""
+    """Versions of which gc is about to let go: what only they need will be needed no more."""
 
     rows: Sequence[int]
     is_sqlite: bool
 
     @classmethod
     def of(cls, tx: Connection, due: Sequence[int]) -> Leaving:
-        """Those that are due, and those removed before of which gc has not let go yet."""
+        """Versions that are `due` for removal, and removed ones of which gc can let go."""
         edge = schema.version_lists.alias("edge")
         has_edges = exists().where(edge.c.version_id == _v.c.id)
         let_go = has_edges, ~_is_held(), ~is_claimed_from(*_alive(_pins.c.upload_id))
@@ -59,9 +59,9 @@ class Leaving:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """What is needed: now, or (given versions that leave) once those have gone.
+    """What is needed now; or, with `leaving`, what will be once those versions have gone.
 
-    A plan looks ahead: removed versions are purged, expired uploads have lost their pins.
+    `gc --dry-run` looks ahead like that: as if gc had let go of them, and of expired uploads' pins.
     """
 
     leaving: Leaving | None = None
@@ -82,7 +82,7 @@ class Needs:
     def only_of_pack(self) -> ColumnElement[bool]:
         """Whether a row of `packs` holds a needed block that no live pack has as well.
 
-        One that lies there whole is as good as a delta.
+        In place of a delta, the whole block in another pack will do.
         """
         inside = schema.placements.alias("inside")
         return some(
@@ -96,7 +96,7 @@ class Needs:
         return and_(self.of_block(placement.c.block_id), ~lies_in_an_older_pack(placement))
 
     def of_manifest(self) -> ColumnElement[bool]:
-        """Whether a version refers to a row of `manifests`, be it removed but not yet purged."""
+        """Whether a version, maybe one removed but not yet purged, has this row of `manifests`."""
         edge = schema.version_lists.alias("edge")
         refers = _v.c.manifest_id == schema.manifests.c.id
         has_edges = exists().where(edge.c.version_id == _v.c.id)
@@ -124,7 +124,7 @@ class Needs:
         if self.leaving is None:
             return some(lists.c.block_id == block)
         edge = schema.version_lists.alias("edge_of")
-        # The newest version first: the one that stays if any does, however many share the list.
+        # The newest version first: if any that has the list stays, it is most likely that one.
         stays = ~self.leaving.has(edge.c.version_id)
         in_use = some(edge.c.list_id == lists.c.list_id, stays, first=edge.c.version_id.desc())
         return some(lists.c.block_id == block, in_use)
@@ -134,12 +134,13 @@ class Needs:
 
 
 def is_claimed_from(*pins: ColumnElement[bool]) -> ColumnElement[bool]:
-    """Whether an upload holds a pack of others with blocks of a removed version, by such a pin.
+    """Whether an upload may have claimed blocks of a removed version, which so must stay a while.
 
-    Who may read only some projects may commit what versions of these have (`uploads.Reading`): one
-    that is let go of before would take from an upload what it claimed. What it wrote is its own.
-    Uploads that were opened after the removal do not count: where somebody always uploads, nothing
-    that shares a pack with it would ever go.
+    A token that reads only some projects may commit only blocks that their versions have, removed
+    ones included (`uploads.Reading`). If gc let go of the version, an upload could not commit what
+    it claimed. So the version stays while an upload, by a pin that fits `pins`, holds a pack with
+    its blocks that another upload wrote. Uploads opened after the removal do not count: where there
+    is always an upload, nothing that shares a pack with it would ever go.
     """
     edge, lists = schema.version_lists.alias("edge_of"), schema.list_blocks.alias("lists_of")
     inside, home = schema.placements.alias("inside"), _packs.alias("home")
@@ -148,7 +149,7 @@ def is_claimed_from(*pins: ColumnElement[bool]) -> ColumnElement[bool]:
     claimed = home.c.id == inside.c.pack_id, home.c.upload_id.is_distinct_from(_pins.c.upload_id)
     u = schema.uploads.alias("holding")
     before = u.c.id == _pins.c.upload_id, u.c.created_ms <= _v.c.removed_ms
-    # Most of the time nobody holds anything, and no block has to be looked at.
+    # Most of the time there are no pins at all, so that no block has to be looked at.
     is_any_held = exists(select(_pins.c.pack_id))
     return and_(is_any_held, some(*blocks, *held, *claimed, *before, *pins))
 
@@ -166,16 +167,16 @@ def _is_held() -> ColumnElement[bool]:
 
 
 def lies_in_an_older_pack(placement: FromClause) -> ColumnElement[bool]:
-    """Whether an older live pack has the same.
+    """Whether an older live pack has the same placement.
 
-    Of equal placements the oldest pack keeps its own, whoever asks and in whichever order.
+    Of equal placements the one in the oldest pack stays, so that all runs agree which one it is.
     """
     twin, home = schema.placements.alias("twin"), _packs.alias("home")
     return some(is_older_twin(placement, twin, home))
 
 
 def is_older_twin(placement: FromClause, twin: FromClause, home: FromClause) -> ColumnElement[bool]:
-    """Whether another placement, in its pack, is the same as one, and the pack older and live."""
+    """Whether `twin`, in the pack `home`, equals a placement, and that pack is older and live."""
     own = _packs.alias("own")
     return and_(
         twin.c.block_id == placement.c.block_id,
@@ -183,7 +184,7 @@ def is_older_twin(placement: FromClause, twin: FromClause, home: FromClause) -> 
         home.c.id == twin.c.pack_id,
         home.c.id < placement.c.pack_id,
         home.c.state == FileState.LIVE,
-        # Where projects share nothing, each keeps its own.
+        # Where projects share nothing, each keeps its own copy.
         own.c.id == placement.c.pack_id,
         home.c.project.is_not_distinct_from(own.c.project),
     )

@@ -1,6 +1,6 @@
-"""The outbox: records and journal entries that belong into the store, written after the commit.
+"""The outbox: records and journal entries on their way into the store, written after the commit.
 
-They are put here by the transaction they tell of, so that none is forgotten and none tells of what
+The transaction that they tell of puts them here, so that none is forgotten, and none tells of what
 did not happen. Any process may write them out; each has a name of its own and is written once.
 """
 
@@ -38,12 +38,12 @@ _SET_ASIDE = select(_outbox.c.path, _outbox.c.content).where(~_IS_WAITING).order
 _REMOVED_AT_ONCE = 100
 
 _LATE_S = 600
-"""Whoever changed something writes its entries at once; a service does so every few seconds."""
+"""When an entry is late. Usually it is written at once, by a service every few seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """What should be in the store by now, and is not."""
+    """Entries that should be in the store by now, and are not."""
 
     oldest: StorePath
     entries: int
@@ -57,10 +57,10 @@ class Late:
 
 
 def put_record(tx: Connection, version: Version) -> None:
-    """The commit record: from it and the manifest `rebuild` makes the version again.
+    """Put a commit record: from it and the manifest `rebuild` makes the version again.
 
-    That of a new version comes after an entry of the journal: then no record is in a store whose
-    journal does not tell that there is something new (`freshness`).
+    For a new version, put an entry of the journal first: `freshness` looks there only, so no record
+    may be in the store before an entry.
     """
     path = layout.record(ModelName.parse(version.model), version.number)
     content = version.model_dump(mode="json", exclude={"aliases", "last_used", "damaged"})
@@ -75,7 +75,7 @@ def put_journal(
     detail: Mapping[str, Any],
     at_ms: int | None = None,
 ) -> None:
-    """An entry of the journal: what changed that no record tells."""
+    """Put an entry of the journal: a change that no record tells."""
     put_journals(tx, what, who, [(subject, detail)], at_ms)
 
 
@@ -91,8 +91,8 @@ def put_journals(
         return
     one_at_a_time(tx)
     at_ms = clock(tx) if at_ms is None else at_ms
-    # Without gaps, which a sequence of PostgreSQL has: whether a store has a newer entry than this
-    # database is then told by looking for the next one (`freshness`).
+    # Not numbered by a sequence of PostgreSQL, which leaves gaps. Without gaps, one look for the
+    # next entry shows whether the store has newer ones than this database (`freshness`).
     first = last_sequence(tx) + 1
     numbers = range(first, first + len(changes))
     tx.execute(insert(schema.journal), [{"id": number, "at_ms": at_ms} for number in numbers])
@@ -128,7 +128,7 @@ def _put(tx: Connection, files: Mapping[StorePath, Mapping[str, Any]]) -> None:
 
 
 def waiting(database: Database) -> int:
-    """How many entries are not in the store yet, but will be."""
+    """How many entries are still to be written into the store."""
     return database.read(_count_waiting)
 
 
@@ -137,7 +137,7 @@ def _count_waiting(tx: Connection) -> int:
 
 
 def late(tx: Connection) -> Late | None:
-    """Since when the oldest entry waits, if that is too long for what is written after a commit."""
+    """Entries that wait longer than they should, or None."""
     oldest = select(_outbox).where(_IS_WAITING).order_by(_outbox.c.id).limit(1)
     row = tx.execute(oldest).one_or_none()
     waits_s = 0 if row is None else (clock(tx) - row.created_ms) // 1000
@@ -147,7 +147,7 @@ def late(tx: Connection) -> Late | None:
 
 
 class Obstacle(enum.Enum):
-    """What has the name of an entry that was set aside, as far as the entry is concerned."""
+    """What stands in the way of an entry: the state of the file that has its name."""
 
     NONE = "is free again"
     UNREADABLE = "cannot be read"
@@ -155,7 +155,7 @@ class Obstacle(enum.Enum):
 
 
 def set_aside(database: Database, store: Store) -> Iterator[tuple[StorePath, Obstacle]]:
-    """Entries that could not be written because another file has their name, and what it is now.
+    """Entries that could not be written, as another file had their name; and what it is now.
 
     Raises what the store raises.
     """
@@ -164,36 +164,37 @@ def set_aside(database: Database, store: Store) -> Iterator[tuple[StorePath, Obs
 
 
 def require_all_told(database: Database) -> None:
-    """Raises Conflict if an entry was set aside: what was not told of all must lose nothing.
+    """Raises Conflict if an entry was set aside: then nothing may be deleted from the store.
 
-    Another file in its place may be that of another database, which counts on what this one would
-    take away; and who rebuilds from the store would not know of a removal.
+    The file in its place may be another database's, which needs what this one would delete. And a
+    registry rebuilt from the store would not know of a removal.
     """
     path = database.read(lambda tx: tx.scalar(_SET_ASIDE.limit(1)))
     if path is not None:
         raise Conflict(
             f"another file has the name of {path}, so the store was not told of all that was done "
-            "here, and nothing is taken away: `weightyard check` says what to do"
+            "here, and nothing is deleted: `weightyard check` says what to do"
         )
 
 
 def try_again(tx: Connection) -> None:
-    """Have entries that were set aside written with the others, if that is possible by now."""
+    """Have entries that were set aside tried again, with the others."""
     tx.execute(update(_outbox).where(~_IS_WAITING).values(set_aside_ms=None))
 
 
 def newest(database: Database) -> int:
-    """The id of the entry put here last, of those that wait; 0: none does."""
+    """The id of the entry that was put here last; 0: there is none."""
     return database.read(lambda tx: tx.scalar(select(func.max(schema.outbox.c.id)))) or 0
 
 
 def flush(database: Database, store: Store, limit: int = 1000, up_to: int | None = None) -> int:
     """Write what is waiting into the store, oldest first; returns how many entries.
 
-    `up_to`: the id of the last one meant. Entries are removed here once they are there; two
-    processes doing this at once write the same files, and the second finds them there. One whose
-    name another file has is set aside, and `check` tells of it; one whose file does not answer is
-    left for the next time. Neither holds up the others. Raises what the store raises.
+    `up_to`: the id of the last entry meant. An entry is removed here once it is in the store; of
+    two processes that do this at once, the second finds the same files there. If another file has
+    an entry's name, the entry is set aside, and `check` reports it; if that file cannot be read
+    now, the entry is left for the next time. Neither holds up the others. Raises what the store
+    raises.
     """
     meant = select(_outbox).where(_IS_WAITING).order_by(_outbox.c.id).limit(limit)
     if up_to is not None:
@@ -213,14 +214,14 @@ def flush(database: Database, store: Store, limit: int = 1000, up_to: int | None
 
 
 class _Met:
-    """What was found in the place of entries."""
+    """What was found under the names of entries."""
 
     def __init__(self) -> None:
         self.obstacles: dict[str, Obstacle] = {}
         self.silent: dict[str, Retryable] = {}
 
     def look(self, store: Store, path: StorePath, content: bytes) -> bool:
-        """Note whether the file will do; either way the next entry is written."""
+        """Note whether the file will do. True in any case: the next entry is to be written."""
         try:
             obstacle = _obstacle(store, path, content, is_there=True)
         except Retryable as why:
@@ -242,20 +243,19 @@ def _settle(tx: Connection, rows: Sequence[Row[Any]], met: _Met) -> None:
 
 
 def _are(rows: Sequence[Row[Any]]) -> tuple[ColumnElement[bool], ...]:
-    """These entries, and none that was put here since under the number of one of them.
+    """These entries, and none put here since under an id of theirs: so by id and path.
 
-    SQLite gives the number of a row that is gone to the next one, and another process may have
-    written and forgotten these meanwhile.
+    Another process may have written and deleted them meanwhile, and SQLite uses ids again.
     """
     ids, paths = [row.id for row in rows], [row.path for row in rows]
     return _outbox.c.id.in_(ids), _outbox.c.path.in_(paths)
 
 
 def _obstacle(store: Store, path: StorePath, content: bytes, *, is_there: bool = False) -> Obstacle:
-    """What keeps an entry from being told: not the entry itself, nor another record of its version.
+    """What keeps an entry out of the store: not the same entry, nor a record of the same version.
 
-    One that was lost is put here again as the version is by then, and two may do so at once. Any
-    will do: the journal tells what changed of a version since it was published.
+    `heal` puts a lost record here again as the version is by then, and two may do so at once. Any
+    of them will do: the journal tells what was changed of a version since it was published.
     """
     try:
         if once.is_there(store, path, content):
@@ -265,7 +265,7 @@ def _obstacle(store: Store, path: StorePath, content: bytes, *, is_there: bool =
             return Obstacle.DIFFERENT
         there = history.read_record(store, path).version
     except FileMissing:
-        # It was there a moment ago, when the entry wanted its name: `check --heal` tries again.
+        # It was there a moment ago, when the entry was to be written: `check --heal` tries again.
         return Obstacle.UNREADABLE if is_there else Obstacle.NONE
     except (Damaged, Refused):  # nobody can read it, so it tells nothing
         return Obstacle.UNREADABLE

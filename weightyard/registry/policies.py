@@ -1,4 +1,4 @@
-"""Policies: whether a store has one is found by setting it, on one pack of the version."""
+"""Policies: whether a store has a storage policy is tried out on one pack of the version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _lb, _vl = schema.list_blocks, schema.version_lists
 
 
 def require_possible(database: Database, store: Store, ref: Ref, policy: str | None) -> None:
-    """See that the store keeps copies, and has a policy. Raises NoSuchThing, Unsupported."""
+    """Require that the store keeps copies and has this policy. Raises NoSuchThing, Unsupported."""
     if not store.replicates:
         raise Unsupported(f"{store.url} keeps one copy: use an hdfs:// store")
     pack = database.read(lambda tx: _one_pack(tx, ref))

@@ -31,11 +31,11 @@ _packs, _manifests, _uploads, _v = (
 )
 
 _RANGE = 5000
-"""Rows looked at in one question."""
+"""How many rows one query looks at."""
 
 
 def preview(tx: Connection, options: GcOptions, progress: Progress = silent) -> GcReport:
-    """The report a run would give, as far as it can be known: others go on writing meanwhile."""
+    """The report a run would give now, as far as it can be known: others may write until then."""
     tally = Tally()
     plan = _Plan(tx, tally, progress)
     progress(Step("looking at versions"))
@@ -87,7 +87,7 @@ def _count(tx: Connection, table: Table, where: ColumnElement[bool]) -> int:
 
 
 class _Plan:
-    """Finds what would go, a range of rows at a time, so that no answer is longer than that."""
+    """Finds what would go, a range of rows at a time, so that no answer is too long."""
 
     def __init__(self, tx: Connection, tally: Tally, progress: Progress) -> None:
         self._tx = tx
@@ -95,7 +95,7 @@ class _Plan:
         self._tell = progress
 
     def add(self, kind: str, where: ColumnElement[bool], why: str, *what: str) -> None:
-        """Count files of a kind as what would happen to them, and name the first of them."""
+        """Count the files of a kind that fit under what would happen to them, and name some."""
         table = _packs if kind == "pack" else _manifests
         passed = self.passing(f"looking at {kind}s", table)
         after: int | None = 0

@@ -9,13 +9,13 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Where a run is."""
+    """What a run is doing, and how much of that is done."""
 
     doing: str
     """In a few words: `deleting packs`."""
     done: int = 0
     total: int | None = None
-    """Of which `done` are done; None where nobody knows beforehand."""
+    """None where it is not known beforehand."""
 
 
 Progress: TypeAlias = Callable[[Step], None]

@@ -19,13 +19,13 @@ from weightyard.registry.schema import FileState
 _q, _v, _m = schema.quotas, schema.versions, schema.models
 
 _MOST_UPLOADS = 1024
-"""Of so many it is known what their project stored; for another one it is counted again."""
+"""For so many uploads it is remembered what their project stored."""
 
 
 class Stored:
-    """What projects stored when their uploads began. Thread-safe.
+    """Remembers for uploads what their projects stored when that was last counted. Thread-safe.
 
-    To count it takes a look at every block of the project: too long for each of an upload's packs.
+    Counting looks at every block of the project, which takes too long for every pack of an upload.
     """
 
     def __init__(self) -> None:
@@ -69,16 +69,16 @@ def put(
 
 
 def hold(tx: Connection, project: str) -> None:
-    """Keep others who take from a project's quota waiting until this transaction ends."""
+    """Lock a project's quota until this transaction ends, so that no other commit takes from it."""
     tx.execute(select(_q.c.project).where(_q.c.project == project).with_for_update())
 
 
 def require(tx: Connection, project: str, *, more_versions: int = 0) -> int | None:
-    """What a project stores, if that is limited.
+    """Returns what a project stores, if that is limited.
 
-    Raises QuotaExceeded if it has more than it may, counting versions to come. Called by a commit
-    when all of the version is in place: what does not fit is rolled back. The quota's row is the
-    lock, so that two commits do not both take what is left.
+    Raises QuotaExceeded if it has more than it may, with `more_versions` that are to come. Called
+    by a commit when all of the version is in place: what does not fit is rolled back. The quota's
+    row is the lock, so that two commits do not both take what is left.
     """
     row = tx.execute(select(_q).where(_q.c.project == project).with_for_update()).one_or_none()
     if row is None:
@@ -102,10 +102,10 @@ def require(tx: Connection, project: str, *, more_versions: int = 0) -> int | No
 def require_room(
     tx: Connection, upload: UploadId, before: Stored, coming: Sequence[Placement] = ()
 ) -> None:
-    """Raises QuotaExceeded if what an upload has written, and is about to, does not fit any more.
+    """Raises QuotaExceeded if what an upload has written, with what is `coming`, has no room.
 
-    For whoever is about to send more: a commit would refuse it, after all was sent. What other
-    uploads write is not counted, which may never be published.
+    Asked before more is sent: otherwise the commit would refuse it after all was sent. What other
+    uploads write is not counted, as it may never be published.
     """
     u = schema.uploads
     row = tx.execute(
@@ -119,7 +119,7 @@ def require_room(
     known = before.known(upload)
     if not written or (known is not None and known + written <= row.stored_bytes):
         return
-    # Nobody is refused by what is known from before: versions may have been removed since.
+    # Counted anew before anybody is refused: versions may have been removed since.
     known = versions.stored_bytes_of_project(tx, row.project)
     before.note(upload, known)
     if known + written > row.stored_bytes:
@@ -130,9 +130,9 @@ def require_room(
 
 
 def _new(tx: Connection, coming: Sequence[Placement]) -> int:
-    """Encoded bytes of blocks that lie nowhere yet, each counted once.
+    """Encoded bytes of those blocks that the yard does not have yet, each counted once.
 
-    Whether the version takes more for one that does, only its commit can tell.
+    Whether the project uses more for the others, only the commit can tell.
     """
     shortest: dict[BlockId, int] = {}
     for placement in coming:

@@ -1,8 +1,8 @@
 """Rebuild: a registry made from a store alone.
 
 Packs tell what they hold, manifests what versions consist of, records which versions there are, and
-the journal what was changed since. One transaction makes it all, or nothing; the store says whose
-it is before that transaction ends, so that no second registry can believe that it is its own.
+the journal what was changed since. One transaction makes all of it, or nothing. Before it ends, the
+store is marked as this registry's, so that no other one can take the store for its own.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOT_KEPT = (
     "times of last use: every version counts as used now",
     "what the old registry had not yet written into the store",
 )
-"""What only a database has."""
+"""What only the old database had."""
 
 _NOBODY = ""
 """No project has this name."""
@@ -46,8 +46,8 @@ def rebuild(
 ) -> RebuildReport:
     """Fill an empty database from a store, and make the store belong to it.
 
-    The registry keeps the id the store knows; with `adopt` the store changes over to the id of
-    this database. Either way the database it belonged to so far is refused from now on.
+    The database gets the registry id that the store knows; with `adopt` it keeps its own, and the
+    store changes over to that. Either way the store's former database is refused from now on.
     Raises Conflict if the database has anything in it, ForeignStore if there is no yard.
     """
     migrate.upgrade(database)
@@ -63,7 +63,8 @@ def rebuild(
         binding.take_over(tx, store, upload, yard, owner)
         return report
 
-    database.read(lambda tx: _require_empty(tx, yard))  # leaves no upload in one that is not
+    # Before the upload below is opened: that would write into a database that is not empty.
+    database.read(lambda tx: _require_empty(tx, yard))
     with small_files(database, store, "rebuild") as upload:
         return database.write(work)
 
@@ -147,7 +148,7 @@ class _Rebuilding:
             self._manifests[digest.hex] = row
 
     def _bring_back_uploads(self) -> None:
-        """Staged files of writers the old registry had: gc removes what has a row."""
+        """Give the old registry's staged files a row, so that gc removes them."""
         folders = {file.path.text.split("/")[1] for file in self._store.list(layout.STAGING)}
         for folder in sorted(folders):
             try:
@@ -164,7 +165,8 @@ class _Rebuilding:
                 "created_ms": self._at_ms,
                 "lease_ms": self._at_ms,
             }
-            insert_missing(self._tx, schema.uploads, [left])  # a rebuild that failed has its row
+            # There is a row already for a rebuild into this database that failed.
+            insert_missing(self._tx, schema.uploads, [left])
 
     def _bring_back_model(self, name: ModelName, model: RetoldModel) -> None:
         row = self._insert(
@@ -202,7 +204,7 @@ class _Rebuilding:
                 self._lost.append(f"{name}@{alias}: it was on v{number}, which is gone")
 
     def _bring_back_version(self, model_row: int, version: Version) -> int:
-        """A version whose manifest is missing or bad comes back, too: pushed again, it is whole."""
+        """Bring a version back; also one without a good manifest: another push makes it whole."""
         try:
             manifest = read_manifest(self._store, Digest(version.digest))
         except (Damaged, UnknownFormat) as why:
@@ -269,9 +271,9 @@ class _Rebuilding:
                     self._lost.append(f"{version.ref}: its parent {version.parent} is gone")
 
     def _give_packs_to_projects(self) -> None:
-        """A pack goes to a project that has all of its blocks, and so learns nothing by it.
+        """Give each pack to a project that has all of its blocks, and so learns nothing by it.
 
-        Nobody claims from one of which that is not known: what is in it is written anew.
+        If there is none, nobody can claim from the pack: what is in it is written anew.
         """
         p, lb, vl = schema.placements, schema.list_blocks, schema.version_lists
         v, m, packs = schema.versions, schema.models, schema.packs
@@ -298,7 +300,7 @@ class _Rebuilding:
         self._tx.execute(update(packs).values(project=func.coalesce(owner, _NOBODY)))
 
     def _raise_replication(self) -> None:
-        """A file is kept as the most demanding version using it asks; `settle` finds out."""
+        """Note what versions ask of each file: most copies, newest policy. `settle` reviews it."""
         v, vl, lb, p = schema.versions, schema.version_lists, schema.list_blocks, schema.placements
         packs, manifests = schema.packs, schema.manifests
         most = select(func.max(v.c.replication)).where(v.c.manifest_id == manifests.c.id)
@@ -311,7 +313,7 @@ class _Rebuilding:
             .where(p.c.pack_id == packs.c.id)
         )
         copies = using.with_only_columns(func.max(v.c.replication), maintain_column_froms=True)
-        # The newest that asks for one counts, as it does when versions are published.
+        # The newest version that asks for a policy decides, as it does when versions are published.
         policy = using.with_only_columns(v.c.policy, maintain_column_froms=True).where(
             v.c.policy.is_not(None)
         )
@@ -323,7 +325,7 @@ class _Rebuilding:
             self._tx.execute(asks.values(settle=Settle.REVIEW))
 
     def _continue_journal(self, told: Retold) -> None:
-        """The next entry gets a number that none in the store has; `check` looks for the others."""
+        """Number the next entry after those in the store. `check` will look for all of these."""
         if not told.last_sequence:
             return
         entries = {told.last_sequence: self._at_ms, **told.entries}

@@ -1,4 +1,4 @@
-"""Files a service received under an upload: which blocks each became, until they are a version."""
+"""Files that a service received under an upload: the blocks of each, until there is a version."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _f = schema.upload_files
 
 
 def put(tx: Connection, upload: UploadId, path: FilePath, manifest: bytes) -> None:
-    """Keep what a file became; one of the same path is replaced. Raises UploadExpired, TooLarge."""
+    """Note what a file became, in place of one of the same path. Raises UploadExpired, TooLarge."""
     opened = uploads.fence(tx, upload)
     here = _f.c.upload_id == opened.row_id
     others = select(func.count()).select_from(_f).where(here, _f.c.path != path.text)

@@ -84,14 +84,14 @@ LEASE_S = 900.0
 """How long an upload lives without a sign of life."""
 
 _NOTING_S = 2.0
-"""How long a load waits for others who write, to note that it uses a version."""
+"""How long a load may wait for other writers in order to note that it uses a version."""
 
 
 class Registry(Closing):
     """Models, versions and aliases, and where their blocks lie. Thread-safe.
 
-    `who` is the name under which this process does things, where no other is given. Given its
-    `store`, whatever changes something raises ForeignStore if the database is older than that.
+    `who` is the name under which this process does things, where no other is given. With `store`,
+    all that changes something raises ForeignStore if the database is older than its store.
     """
 
     is_service = False
@@ -136,7 +136,7 @@ class Registry(Closing):
         )
 
     def resolve_readable(self, name: ModelName, number: int) -> Version:
-        """A version that is there, or was removed while a reader holds it. Raises NoSuchThing."""
+        """A version; also a removed one that a reader still holds. Raises NoSuchThing."""
         return self.database.read(lambda tx: versions.resolve_readable(tx, name, number))
 
     def watch(self, ref: Ref, *, poll_s: float, stop: Cancel) -> Iterator[Sighting]:
@@ -201,24 +201,24 @@ class Registry(Closing):
     def mark_used(self, ref: Ref, *, within_s: float = math.inf) -> None:
         """Note that a version is being loaded, for retention by last use.
 
-        At most once a minute: a thousand nodes that start together are not a thousand writes. A
-        load does not wait long for it. Raises RegistryUnavailable.
+        At most once a minute, so that a thousand nodes that start together do not write a thousand
+        times. A load does not wait long for it. Raises RegistryUnavailable.
         """
         if not self.database.read(lambda tx: versions.is_use_noted(tx, ref)):
             refs = self._resolved.keys(lambda version: version.ref == str(ref))
             self.database.write_soon(lambda tx: versions.mark_used(tx, ref), _NOTING_S)
             with suppress(YardError):
-                for one in refs:  # the next load should not have to ask because of this one
+                for one in refs:  # this write made their answers stale; no load has to ask again
                     self.resolve(one)
 
     def set_retention(
         self, name: ModelName, retention: Retention | None, *, who: str | None = None
     ) -> None:
-        """Which versions may go. Raises NoSuchThing, Refused."""
+        """Set a model's rules for which versions may go. Raises NoSuchThing, Refused."""
         self._change(lambda tx: versions.set_retention(tx, name, retention, self._or_me(who)))
 
     def apply_retention(self, name: ModelName, *, who: str | None = None) -> list[str]:
-        """Remove what the model's rule lets go; the refs of it. Raises NoSuchThing."""
+        """Remove versions that the model's rules let go, return their refs. Raises NoSuchThing."""
         self._require_newest()
         return [due.ref for due in retention.apply(self.database, self._or_me(who), name)]
 
@@ -304,7 +304,7 @@ class Registry(Closing):
         return self.resume_upload(upload, opened.publication)
 
     def find_upload(self, upload: UploadId) -> OpenUpload:
-        """Whose an upload is, and what was said when it began. Raises UploadExpired."""
+        """Whose an upload is, and what its writer said of the version. Raises UploadExpired."""
         return self.database.read(lambda tx: uploads.find_open(tx, upload))
 
     def resume_upload(
@@ -312,7 +312,7 @@ class Registry(Closing):
     ) -> RegistryUpload:
         """A handle on an upload that is open already, such as one of another process.
 
-        With `reading`, it claims and publishes only what may be read by whom that is for.
+        With `reading`, it claims and publishes only blocks that the token may read.
         """
         return RegistryUpload(
             self.database, upload, publication, self._lease_s, reading, self._store, self._stored
@@ -327,7 +327,7 @@ class Registry(Closing):
         )
 
     def tokens(self, *, after: TokenName | None = None, limit: int = 1000) -> list[Token]:
-        """Those that ever were, by name, from one name on."""
+        """All tokens, revoked ones too, by name; with `after`, those after that name."""
         return self.database.read(lambda tx: tokens.list_tokens(tx, after=after, limit=limit))
 
     def revoke_token(self, name: TokenName, *, who: str | None = None) -> Token:
@@ -335,7 +335,7 @@ class Registry(Closing):
         return self.database.write(lambda tx: tokens.revoke(tx, name, who=self._or_me(who)))
 
     def token_of(self, secret: str) -> Token | None:
-        """Whose secret this is, if it counts."""
+        """The token with this secret, unless it is revoked."""
         return self.database.read(lambda tx: tokens.find(tx, secret))
 
     def token_named(self, name: TokenName) -> Token | None:
@@ -350,7 +350,7 @@ class Registry(Closing):
         self.database.write(lambda tx: tokens.note_use(tx, name))
 
     def quota(self, project: str) -> Quota:
-        """What a project may have, and has."""
+        """What a project may store, and what it does."""
         return self.database.read(lambda tx: quotas.get(tx, project))
 
     def set_quota(
@@ -361,7 +361,7 @@ class Registry(Closing):
         versions: int | None,
         who: str | None = None,
     ) -> Quota:
-        """Limit what a project may have; None lifts a limit."""
+        """Limit what a project may store; None lifts a limit."""
         return self.database.write(
             lambda tx: quotas.put(
                 tx, project, stored_bytes=stored_bytes, versions=versions, who=self._or_me(who)
@@ -384,7 +384,7 @@ class Registry(Closing):
         return self.database.read(events.newest)
 
     def check(self, store: Store, *, read_data: bool = False) -> CheckReport:
-        """Hold the catalogue against the store; see `weightyard.registry.check`."""
+        """Compare the catalogue with the store; see `weightyard.registry.check`."""
         return check.check(self.database, store, read_data=read_data, who=self._who)
 
     def heal(self, store: Store, report: CheckReport) -> HealReport:
@@ -392,9 +392,9 @@ class Registry(Closing):
         return heal.heal(self.database, store, report, who=self._who)
 
     def flush_outbox(self, store: Store) -> int:
-        """Write records and journal entries that are waiting into the store; how many.
+        """Write waiting records and journal entries into the store; returns how many.
 
-        It is also told how to keep files of which more was asked for meanwhile.
+        Also tells the store how to keep files of which more copies were asked for meanwhile.
         """
         done = outbox.flush(self.database, store)
         replication.settle(self.database, store)
@@ -446,18 +446,18 @@ class Registry(Closing):
         return self.keep(ref, copies=copies, policy=policy, who=who)
 
     def settle_replication(self, store: Store) -> int:
-        """Tell the store how to keep files of which that changed; how many there were."""
+        """Tell the store of files that are to be kept otherwise; returns how many there were."""
         return replication.settle(self.database, store)
 
     def cost(self, ref: Ref, *, copies: int = 1, shown: int = cost.SHOWN) -> Cost:
         """What a version takes, shares, and would give back. Raises NoSuchThing.
 
-        `copies` is how often the store keeps a pack for which nobody asked for more.
+        `copies` is how often the store keeps a pack unless asked otherwise.
         """
         return self.database.read(lambda tx: cost.cost(tx, ref, copies=copies, shown=shown))
 
     def freed_by_removing(self, ref: Ref) -> int:
-        """Stored bytes that nobody else needs. Raises NoSuchThing."""
+        """Stored bytes of a version that nobody else needs. Raises NoSuchThing."""
         return self.database.read(lambda tx: cost.freed_by_removing(tx, ref))
 
     def take_lease(
@@ -486,7 +486,7 @@ class Registry(Closing):
         self.database.write(lambda tx: leases.release(tx, lease_id))
 
     def _change(self, work: Callable[[Connection], _T]) -> _T:
-        """Write something that a database older than its store must not write."""
+        """Write a change, unless the database is older than its store."""
         self._require_newest()
         return self.database.write(work)
 

@@ -1,7 +1,7 @@
 """Replication and policy: the store keeps a file as the most demanding version using it asks.
 
-Commit raises at once (`commits`); gc lowers, when a version that asked for more is gone. Both only
-say so in the row of the pack or manifest; `settle` tells the store.
+A commit may raise what is asked of a file; gc lowers it when a version that asked for more is gone.
+Both only note it in the row of the pack or manifest; `settle` tells the store.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _lb, _vl = schema.list_blocks, schema.version_lists
 _KEPT = (FileState.LIVE, FileState.CONDEMNED)
 
 _USUAL_COPIES = 3
-"""What HDFS keeps of a file for which nobody asked, unless it is set up otherwise."""
+"""How many copies HDFS keeps of a file by default, unless it is set up otherwise."""
 
 
 def _users_of_pack(pack_row: int) -> Select[Any]:
-    """Versions that need blocks of a pack, as bases too."""
+    """Versions that need blocks of a pack, be it as bases of deltas."""
     delta = _p.alias("delta")
     inside = select(_p.c.block_id).where(_p.c.pack_id == pack_row)
     on_top = select(delta.c.block_id).where(delta.c.base_id.in_(inside))
@@ -68,7 +68,8 @@ class _Kind:
     users: Callable[[int], Select[Any]]
     """The versions that use a row."""
     has_policy: bool
-    """A manifest is read by every load of its version: it stays on whatever disks are usual."""
+    """Whether policies apply. Not to manifests: every load reads one, so they stay on the usual
+    disks."""
 
 
 _KINDS = (
@@ -86,10 +87,10 @@ def ask(
     copies: int | None,
     policy: str | None = None,
 ) -> None:
-    """Note in rows, which the caller holds, that one more version uses them and asks for this.
+    """Note in rows, which the caller has locked, that one more version uses them and asks for this.
 
-    A version that asks for nothing wants what the store keeps of any file, which only the store
-    knows: where that may differ from what the row says, `settle` finds out.
+    A version that asks for nothing wants the store's default, which only the store knows: if that
+    may be more than the row says, `settle` finds out.
     """
     kept = table.c.replication
     if copies is None:
@@ -108,7 +109,7 @@ def ask(
 
 
 def review_files_of(tx: Connection, version_row: int) -> None:
-    """Note that a version's files may be kept less well from now on, if it asked for something."""
+    """Note that a version no longer asks for anything: its files may need fewer copies now."""
     asked = tx.execute(
         select(_v.c.replication, _v.c.policy, _v.c.manifest_id).where(_v.c.id == version_row)
     ).one()
@@ -143,10 +144,10 @@ def packs_of(version_row: int) -> Select[Any]:
 
 
 def settle(database: Database, store: Store) -> int:
-    """Tell the store how to keep the files of which that changed; returns how many."""
+    """Tell the store of files that are to be kept otherwise; returns how many there were."""
     if not database.read(_is_anything_waiting):
         return 0
-    usual = store.stat(layout.YARD).replication  # as files are for which nobody asked
+    usual = store.stat(layout.YARD).replication  # written without asking for any number
     done = 0
     for kind in _KINDS:
         waiting = kind.table.c.settle.is_not(None)
@@ -172,8 +173,8 @@ def _settle_one(
     try:
         store.adjust(kind.path(name), FileOptions(replication=copies or usual, policy=policy))
     except FileMissing:
-        pass  # `check` says so; there is nothing to adjust
-    except Unsupported as why:  # asked of what was there already: nothing was written that way
+        pass  # there is nothing to adjust; `check` reports the missing file
+    except Unsupported as why:  # asked of files that were there: a writer would have failed
         _log.warning("replication.unsupported", path=kind.path(name), reason=why)
     database.write(partial(_settled, kind=kind, name=name, copies=copies, policy=policy))
     return True
@@ -182,7 +183,7 @@ def _settle_one(
 def _wanted(
     tx: Connection, kind: _Kind, which: ColumnElement[bool], usual: int
 ) -> tuple[str, int | None, str | None] | None:
-    """How a file should be kept; None if it does not matter any more."""
+    """How a file should be kept; None if it is not in use any more, or has no such row."""
     table = kind.table
     row = tx.execute(select(table).where(which).with_for_update()).one_or_none()
     if row is None:
@@ -217,7 +218,7 @@ def _newest_policy(tx: Connection, users: Select[Any]) -> str | None:
 def _settled(
     tx: Connection, kind: _Kind, name: str, copies: int | None, policy: str | None
 ) -> None:
-    """The store was told, unless something else was asked for meanwhile."""
+    """Note that the store was told, unless something else was asked for meanwhile."""
     table = kind.table
     one = table.c.name == name
     same = and_(
@@ -226,6 +227,7 @@ def _settled(
     )
     told = update(table).where(one, same, table.c.settle == Settle.ADJUST)
     tx.execute(told.values(settle=None))
-    # Another process told the store of what came later, perhaps before this one did.
+    # Another process has told the store what was asked since. This one may have told it the old
+    # value after that, so it is to be told again.
     overtaken = update(table).where(one, not_(same), table.c.settle.is_(None))
     tx.execute(overtaken.values(settle=Settle.ADJUST))

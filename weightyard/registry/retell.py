@@ -1,4 +1,4 @@
-"""Retelling: models as they are, from the records and the journal of a store."""
+"""Retelling: what models and versions there are, from the records and the journal of a store."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Retold:
     entries: dict[int, int] = field(default_factory=dict)
     """Which entries of the journal were understood, and when each was made."""
     lost: list[str] = field(default_factory=list)
-    """Files that tell nothing any more, each with the reason."""
+    """What cannot be brought back: files, each with the reason."""
 
 
 def retell(store: Store) -> Retold:
@@ -87,7 +87,7 @@ def retell(store: Store) -> Retold:
 
 
 def _settle(model: RetoldModel) -> None:
-    """What no entry tells: a model with versions is there, made at the latest by the first."""
+    """Fill in what entries were lost: a model with versions exists, and is as old as the first."""
     model.is_removed = model.is_removed and not model.versions
     if model.created_ms is None:
         first = min(model.versions.values(), key=lambda version: version.number, default=None)
@@ -145,7 +145,7 @@ class _Telling:
             self.told.entries[sequence] = entry.at_ms
 
     def miss_entries(self) -> None:
-        """The journal has no gaps, so what is not there was there once."""
+        """Note gaps as losses: the journal is written without any."""
         there = sorted({0, self.told.last_sequence, *self._sequences})
         for before, after in pairwise(there):
             if gap := range(before + 1, after):
@@ -205,7 +205,7 @@ class _Telling:
             model.last_number = max(model.last_number, ref.selector)
 
     def _published(self, entry: JournalEntry) -> None:
-        """Its record tells the rest; without one the number is used up all the same."""
+        """The record tells the rest; if it is lost, the number is used up all the same."""
         ref = Ref.parse(entry.subject)
         if isinstance(ref.selector, int):
             model = self._model(ref.model)
@@ -217,7 +217,7 @@ class _Telling:
 
     @contextmanager
     def _losing(self, path: StorePath) -> Iterator[None]:
-        """What a file does not tell any more is noted, and the rest goes on."""
+        """Note a file that cannot be understood as lost, and go on."""
         try:
             yield
         except (Damaged, Refused, ValidationError, msgspec.ValidationError) as why:

@@ -1,9 +1,9 @@
-"""Retention: which versions a model's rules let go.
+"""Retention: which versions a model's rules allow to be removed.
 
 A version stays if any of this holds: it is the newest; it is among the `keep_last` newest; it was
 used (or made) within `ttl_s`; its step is a multiple of `keep_every`; it is among the best by the
 metric of `keep_best`; an alias is on it; another version names it as its parent; a reader holds it.
-Rules only ever take away versions of which all say that they may go.
+So a version goes only if all rules of its model allow it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from weightyard.registry.rows import batches, record_events
 
 _v, _m, _a, _leases = schema.versions, schema.models, schema.aliases, schema.read_leases
 _BATCH = 5000
-"""Versions looked at in one question."""
+"""How many versions one query looks at."""
 _REMOVED_AT_ONCE = 200
-"""Versions removed in one transaction: others wait for its locks."""
+"""How many versions one transaction removes: others wait for its locks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Due:
 def plan(tx: Connection, only: ModelName | None = None) -> Iterator[Due]:
     """Versions that may go, the newest of each model first: a child before its parent.
 
-    With `only` those of one model. Raises NoSuchThing if there is no such model.
+    With `only`, those of that model. Raises NoSuchThing if there is no such model.
     """
     wanted = select(_m).where(_m.c.retention.is_not(None)).order_by(_m.c.id).limit(1)
     if only is not None:
@@ -63,7 +63,7 @@ def plan(tx: Connection, only: ModelName | None = None) -> Iterator[Due]:
 
 
 def not_understood(tx: Connection) -> list[str]:
-    """Models whose rules count no more, such as those with a number over its bound."""
+    """Models whose rules do not count as they are not valid, such as a number over its bound."""
     rows = tx.execute(select(_m).where(_m.c.retention.is_not(None)).order_by(_m.c.id))
     return [
         f"{row.project}/{row.name}: its retention is not understood, so nothing goes: set it again"
@@ -73,7 +73,7 @@ def not_understood(tx: Connection) -> list[str]:
 
 
 def apply(database: Database, who: str, only: ModelName | None = None) -> Iterator[Due]:
-    """Remove what may go, some versions in each transaction, which looks again."""
+    """Remove what may go, some versions in each transaction, which looks at them once more."""
     for model, dues in groupby(
         database.read(lambda tx: list(plan(tx, only))), key=lambda due: due.model_row
     ):
@@ -82,7 +82,7 @@ def apply(database: Database, who: str, only: ModelName | None = None) -> Iterat
 
 
 def _remove(tx: Connection, model_row: int, dues: Sequence[Due], who: str) -> list[Due]:
-    """Those of them that were still due once they were locked; whoever holds one keeps it."""
+    """Remove versions that are still due once they are locked, without those that others hold."""
     model = tx.execute(select(_m).where(_m.c.id == model_row)).one()
     rules = versions.rules_of(model) or Retention()
     conditions, why = _conditions(model.id, rules)
@@ -90,7 +90,7 @@ def _remove(tx: Connection, model_row: int, dues: Sequence[Due], who: str) -> li
         return []
     mine = is_one_of(tx, _v.c.id, [due.version_row for due in dues])
     locked = set(lock(tx, _v, and_(conditions, mine)))
-    locked -= _best(tx, model.id, rules)  # once their metrics cannot change any more
+    locked -= _best(tx, model.id, rules)  # only now, as their metrics cannot change any more
     due_still = [due for due in dues if due.version_row in locked]
     going = list(_without_children(tx, due_still, set()))
     gone = is_one_of(tx, _v.c.id, [due.version_row for due in going])
@@ -102,7 +102,7 @@ def _remove(tx: Connection, model_row: int, dues: Sequence[Due], who: str) -> li
 
 
 def _due_of_model(tx: Connection, model: Row[Any]) -> Iterator[list[Due]]:
-    """By the model's rules alone, the newest first; children are left to the caller."""
+    """Versions due by the model's rules, the newest first; the caller looks at their children."""
     rules = versions.rules_of(model) or Retention()
     conditions, why = _conditions(model.id, rules)
     if not why:
@@ -122,7 +122,7 @@ def _due_of_model(tx: Connection, model: Row[Any]) -> Iterator[list[Due]]:
 
 
 def _without_children(tx: Connection, dues: Sequence[Due], gone: set[int]) -> Iterator[Due]:
-    """Those of them, the newest first, whose children are all gone; then they are, too."""
+    """Those of `dues` whose children are all in `gone`; each is then added to `gone` itself."""
     rows = [due.version_row for due in dues]
     children: dict[int, list[int]] = {}
     for child, parent in tx.execute(
@@ -173,7 +173,7 @@ def _conditions(model_id: int, rules: Retention) -> tuple[ColumnElement[bool], s
 def _best(tx: Connection, model_id: int, rules: Retention) -> set[int]:
     """Row ids of the versions `keep_best` keeps; of equal ones the newer.
 
-    Not by SQL: the name of a metric is anyone's text, and no place in a JSON path.
+    Not by SQL: the name of a metric may be any text, which cannot be put into a JSON path.
     """
     if (best := rules.keep_best) is None:
         return set()

@@ -1,10 +1,10 @@
-"""Rewriting: small packs become one, and of mostly dead ones the rest moves on.
+"""Rewriting: merges small packs, and moves what is still needed out of mostly dead ones.
 
-Blocks are copied as they are stored, each checked. What an older pack has too is left out, but only
-after it was read there: this copy may be the last good one. A new pack is written under an upload
-of its own, by the same rules as any writer's; one transaction then makes it live and takes the
-placements of the old packs away. Whoever read those placements finds the old files until the grace
-is over.
+Blocks are copied as they are stored, each checked. A block that an older pack has too is left out,
+but only after it was read there: otherwise the copy here might be the last good one. A new pack is
+written under an upload of its own, by the same rules as any writer's; one transaction then makes it
+live and takes the placements of the old packs away. Whoever read those placements before still
+finds the old files until the grace is over.
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ _log = Log(__name__)
 _packs, _placements = schema.packs, schema.placements
 
 _SMALL = 4
-"""A pack under 1 / this of the limit is small, …"""
+"""A pack is small if it is under 1 / this of the limit, …"""
 _TOGETHER = 4
 """… and so many of them are worth merging."""
 _DEAD = 2
 """A pack is mostly dead if under 1 / this of it must stay."""
 _AT_ONCE = 2000
-"""Packs in one run; the rest is for the next."""
+"""About how many packs one run rewrites; the rest is for the next."""
 _WINDOW = 1000
 _RUN_BYTES = 16 * MIB
 _REPLICAS_TIMEOUT_S = 30.0
 
 _Key: TypeAlias = tuple[BlockId, BlockId | None]
-"""A block and the base it is stored on: what a pack has at most once."""
+"""A block and the base it is stored on. A pack has each such pair at most once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +63,13 @@ class OldPack:
     name: str
     bytes: int
     block_bytes: int
-    """Of all its blocks, as they are stored."""
+    """Stored bytes of all its blocks."""
     kept_bytes: int
-    """Of those that must stay."""
+    """Stored bytes of the blocks that must stay."""
     replication: int | None
     policy: str | None
     project: str | None
-    """Who may claim from it; None: everybody."""
+    """Whose uploads may claim from it; None: everybody's."""
 
     @property
     def is_mostly_dead(self) -> bool:
@@ -86,7 +86,7 @@ class Rewritten:
 
     packs: Sequence[OldPack]
     new_bytes: int
-    """Of the new pack; 0 if older packs had everything already."""
+    """Length of the new pack; 0 if there is none, as older packs had everything already."""
 
     @property
     def why(self) -> str:
@@ -96,7 +96,7 @@ class Rewritten:
 def plan(
     tx: Connection, needs: Needs, pack_bytes: int, passed: Callable[[int], None] = lambda id: None
 ) -> list[list[OldPack]]:
-    """Groups of packs kept alike, each of which fits into one new pack.
+    """Groups of packs with the same settings; what must stay of a group fits into one new pack.
 
     `passed` is told the id of the pack up to which all were looked at.
     """
@@ -127,7 +127,7 @@ def plan(
 def _candidates(
     tx: Connection, needs: Needs, pack_bytes: int, after: int
 ) -> tuple[int | None, list[OldPack]]:
-    """Small and mostly dead ones of the next so many packs; and where to go on."""
+    """Small and mostly dead packs among the next `_WINDOW`; and the id after which to go on."""
     free = and_(_packs.c.state == FileState.LIVE, ~needs.pinned_pack())
     ahead = select(_packs).where(free, _packs.c.id > after).order_by(_packs.c.id)
     rows = tx.execute(ahead.limit(_WINDOW)).all()
@@ -147,7 +147,7 @@ def _candidates(
 
 
 def _sizes(tx: Connection, needs: Needs, packs: Sequence[int]) -> dict[int, tuple[int, int]]:
-    """Bytes of all blocks and of those that must stay, of packs that hold a needed block."""
+    """For packs that hold a needed block: bytes of all blocks, and of those that must stay."""
     p = _placements.alias("p")
     # Each block is looked at once: it is dead (NULL), kept by an older pack, or kept here.
     fate = case((needs.of_block(p.c.block_id), case((lies_in_an_older_pack(p), 0), else_=1)))
@@ -167,7 +167,7 @@ def _sizes(tx: Connection, needs: Needs, packs: Sequence[int]) -> dict[int, tupl
 
 
 class Rewriting:
-    """Obeys a plan, group by group. What cannot be read stays as it is and is named in `failed`."""
+    """Carries a plan out. Packs that cannot be read stay as they are, and are named in `failed`."""
 
     def __init__(
         self, database: Database, store: Store, needs: Needs, pack_bytes: int, min_replicas: int
@@ -215,7 +215,7 @@ class Rewriting:
         copy: _Copy,
         kept: Sequence[tuple[OldPack, Sequence[Placement]]],
     ) -> None:
-        """The new pack: whole, durable, and known to nobody yet."""
+        """Write the new pack, until it is whole and durable; nobody knows of it yet."""
         pack = copy.builder.pack
 
         def begin(tx: Connection) -> None:
@@ -242,9 +242,9 @@ class Rewriting:
         require_replicas(self._store, layout.pack(pack), wanted, _REPLICAS_TIMEOUT_S)
 
     def _are_twins_good(self, old: OldPack, copy: _Copy) -> bool:
-        """Read what is left out of a pack where older packs have it; False if one is not right.
+        """Read, in older packs, what is left out of the copy of a pack; False if any of it is bad.
 
-        Then this one stays as it is, until `check` has found out which one is damaged.
+        Then the pack stays as it is, until `check` has found out which one is damaged.
         """
         twins = self._database.read(lambda tx: self._twins(tx, old))
         for pack, inside in groupby(twins, key=lambda twin: twin.pack):
@@ -264,7 +264,7 @@ class Rewriting:
     def _copy_pack(
         self, old: OldPack, placements: Sequence[Placement], copy: _Copy, stage: Stage
     ) -> bool:
-        """Copy what must stay of one pack; False if the new one is full before that."""
+        """Copy what must stay of one pack; False if the new pack has no room for all of it."""
         missing = [placement for placement in placements if _key(placement) not in copy.new]
         for run in _runs(missing):
             stored = self._read(PackId(old.name), run)
@@ -314,7 +314,7 @@ class Rewriting:
         return [read_entry(entry, PackId(pack.name)) for entry in entries]
 
     def _twins(self, tx: Connection, pack: OldPack) -> list[Placement]:
-        """For what is needed of a pack but need not stay there: the oldest placement of each."""
+        """The oldest placements, in older packs, of what is needed of a pack but need not stay."""
         p, twin, home = _placements.alias("p"), _placements.alias("twin"), _packs.alias("home")
         rows = tx.execute(
             select(twin.c.encoding, home.c.name)
@@ -331,8 +331,8 @@ class Rewriting:
     def _switch(self, tx: Connection, copy: _Copy) -> list[OldPack]:
         """Make the new pack live, and take the old ones' placements away: all at once.
 
-        An old pack that a writer has claimed meanwhile, or of which more is needed than was copied
-        or read elsewhere, stays as it is.
+        An old pack stays as it is if a writer has claimed it meanwhile, or if more of it is needed
+        by now than was copied, or read elsewhere.
         """
         opened = uploads.fence(tx, self._upload)
         ids = [pack.id for pack in copy.done]
@@ -364,17 +364,17 @@ class Rewriting:
 
 
 class _Unreadable(Exception):
-    """A pack that cannot be read now: it stays as it is, and others go on."""
+    """A pack cannot be read now: it stays as it is, and the next one is rewritten."""
 
 
 class _Copy:
-    """A new pack in the making: what it has, and which old packs are wholly in it or older ones."""
+    """A new pack in the making: what it has, and which old packs it replaces, with older packs."""
 
     def __init__(self, builder: PackBuilder) -> None:
         self.builder = builder
         self.new: dict[_Key, Placement] = {}
         self.twins: set[Placement] = set()
-        """What older packs have, read and right, so that it is not in this one."""
+        """What is not in this one as older packs have it, where it was read and is right."""
         self.done: list[OldPack] = []
 
 
@@ -383,7 +383,7 @@ def _key(placement: Placement) -> _Key:
 
 
 def _runs(placements: Iterable[Placement]) -> Iterator[list[Placement]]:
-    """Placements in runs that one request fetches, little of it in vain."""
+    """Placements in runs near enough for one request each, which fetches little besides."""
     run: list[Placement] = []
     for placement in placements:
         if run and (

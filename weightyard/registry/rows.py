@@ -47,11 +47,10 @@ def moment(millis: int | None) -> datetime | None:
 def some(
     *where: ColumnElement[bool], first: ColumnElement[int] | None = None
 ) -> ColumnElement[bool]:
-    """Whether any row fits, asked of the indexes for each row of the query around it.
+    """Whether any row fits, looked up in the indexes for each row of the query around it.
 
-    `first` is the order in which to look. EXISTS would leave PostgreSQL the choice to read whole
-    tables into a hash, which it takes for tables of millions of rows; a value with a limit does
-    not.
+    `first` is the order in which to look. EXISTS would let PostgreSQL read whole tables into a
+    hash, which it does with tables of millions of rows; a subquery with a limit does not.
     """
     one: ColumnElement[int] = literal_column("1")
     found = select(one).where(*where).limit(one)
@@ -70,9 +69,9 @@ def insert_missing(tx: Connection, table: Table, rows: Sequence[Mapping[str, Any
 
 
 def put_row(tx: Connection, table: Table, **row: Any) -> None:
-    """Insert a row, or set what is not its key where it is there already, whoever else does so.
+    """Insert a row, or change the one with its key, also if others do so at the same time.
 
-    Of two who delete it first and insert it then, the second would meet the first one's.
+    Of two that delete and then insert, the second would fail: the first one's row would be there.
     """
     keys = [column.name for column in table.primary_key]
     dialect: Any = sqlite if tx.dialect.name == "sqlite" else postgresql
@@ -91,7 +90,7 @@ def insert_new(tx: Connection, table: Table, rows: Sequence[Mapping[str, Any]]) 
 
 
 def _insert_arrays(table: Table, rows: Sequence[Mapping[str, Any]]) -> postgresql.Insert:
-    """One statement with an array a column: several times quicker than a statement a row."""
+    """One statement with an array for each column: several times quicker than one for each row."""
     names = list(rows[0])
     arrays = [
         func.unnest(as_array([row[name] for row in rows], table.c[name].type)) for name in names
@@ -100,10 +99,10 @@ def _insert_arrays(table: Table, rows: Sequence[Mapping[str, Any]]) -> postgresq
 
 
 def one_at_a_time(tx: Connection) -> None:
-    """Wait until other transactions that number what they tell are over, and keep them waiting.
+    """Lock out other transactions that make events or journal entries, until this one ends.
 
-    Ids are given out before the commit: without the lock an event could become visible after one
-    with a higher id, and a listener that resumes by id would never see it.
+    Their ids are given out before the commit: without the lock an event could become visible after
+    one with a higher id, and a listener that resumes by id would never see it.
     """
     if tx.dialect.name == "postgresql":
         tx.execute(select(func.pg_advisory_xact_lock(_EVENTS_LOCK)))

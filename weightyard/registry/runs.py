@@ -1,8 +1,8 @@
 """Runs: models whose versions are checkpoints, and who may commit the next one.
 
-A run has a generation, which whoever takes it over advances. It is looked at by each commit, under
-the lock that gives out the version's number: a process that was taken over while it wrote, and
-does not know it yet, publishes nothing.
+A run has a generation, which grows when a process takes the run over. Each commit looks at it,
+under the lock that also gives out the version's number. So a process whose run was taken over while
+it wrote, and which does not know that yet, publishes nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ def begin_generation(
     tx: Connection, name: ModelName, *, expect: int | None, key: str, who: str
 ) -> Run:
     """Raises as `weightyard.transfer.catalogue.Catalogue.begin_generation`."""
-    # Locked before it is made anew: of two who find it removed, the second finds a run.
+    # Locked before it is made anew: of two that would make a removed run again, the second waits
+    # and finds it made.
     before = tx.execute(_row(name).with_for_update()).one_or_none()
     versions.ensure_model(tx, name, who, RUN)
     row = tx.execute(_row(name).with_for_update()).one()
@@ -44,7 +45,8 @@ def begin_generation(
     was_removed = before is not None and before.removed_ms is not None
     if row.generation_key == key and not was_removed:
         return get(tx, name)  # the answer was lost, not the work
-    current = 0 if was_removed else row.generation  # as `get` tells it; the row's goes on growing
+    # As callers see it: a removed run begins at 0 again for them. The row's number never goes back.
+    current = 0 if was_removed else row.generation
     if expect is not None and expect != current:
         raise RunTakenOver(str(name), expect, current)
     began = {"generation": row.generation + 1}
@@ -58,9 +60,9 @@ def begin_generation(
 def lock_for_version(
     tx: Connection, name: ModelName, publication: Publication, who: str
 ) -> Row[Any]:
-    """The row of the model that gets the version, locked: it decides races for the next one.
+    """The row of the model that gets the version, locked: the lock decides races for its number.
 
-    A model is made if it is new; a run was, by who took it over. Raises Conflict, RunTakenOver:
+    A new model is made here; a run was made by whoever took it over. Raises Conflict, RunTakenOver:
     a process whose run was taken over learns it here.
     """
     if publication.checkpoint is None:
@@ -72,7 +74,7 @@ def lock_for_version(
 
 
 def require_may_begin(tx: Connection, name: ModelName, publication: Publication) -> None:
-    """The same as it is now, before anything is written. Raises Conflict, RunTakenOver."""
+    """Check the same before anything is written, without a lock. Raises Conflict, RunTakenOver."""
     _require_fits(name, tx.execute(_row(name)).one_or_none(), publication)
 
 
@@ -100,14 +102,14 @@ def finish_rank(tx: Connection, upload: UploadId, rank: int) -> None:
     opened = uploads.fence(tx, upload)
     checkpoint = opened.publication.checkpoint
     if checkpoint is None:
-        raise Refused(f"upload {upload} is of no checkpoint: it has no ranks")
+        raise Refused(f"upload {upload} writes no checkpoint: it has no ranks")
     if not 0 <= rank < checkpoint.ranks:
         raise Refused(f"upload {upload} has ranks 0 to {checkpoint.ranks - 1}, not {rank}")
     insert_missing(tx, _ranks, [{"upload_id": opened.row_id, "rank": rank}])
 
 
 def require_ranks(tx: Connection, upload: UploadId, upload_row: int, ranks: int) -> None:
-    """That all of them finished. Raises RanksMissing."""
+    """Require that all ranks of an upload have finished. Raises RanksMissing."""
     finished = set(tx.scalars(select(_ranks.c.rank).where(_ranks.c.upload_id == upload_row)))
     if missing := [rank for rank in range(ranks) if rank not in finished]:
         raise RanksMissing(upload.hex, missing, ranks)

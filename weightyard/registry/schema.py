@@ -36,7 +36,7 @@ Millis = BigInteger
 
 
 class FileState(enum.StrEnum):
-    """The life of a pack or manifest. Only forwards, but a claim revives what is condemned."""
+    """The life of a pack or manifest. It only goes forward, but a claim revives a condemned one."""
 
     WRITING = "writing"
     """Has a row, perhaps a staged file; nobody may claim it."""
@@ -46,7 +46,7 @@ class FileState(enum.StrEnum):
     DELETING = "deleting"
     """Its placements are gone; its file goes once nobody can be reading it any more."""
     GONE = "gone"
-    """Kept for a while, so that a writer which comes back from the dead is noticed."""
+    """The row is kept for a while, so that a file which a late writer still brings is noticed."""
     DAMAGED = "damaged"
     """`check` found its file missing, short or wrong."""
 
@@ -60,12 +60,12 @@ class UploadState(enum.StrEnum):
 
 
 class Dedup(enum.StrEnum):
-    """Among whose blocks one that is there already is looked for."""
+    """How far equal blocks are shared."""
 
     YARD = "yard"
-    """All: equal content is stored once."""
+    """In the whole yard: equal content is stored once."""
     PROJECT = "project"
-    """Those of the project: equal content of two is stored twice, and neither learns of it."""
+    """Within projects: equal content of two is stored twice, and neither learns of the other's."""
 
 
 class Settle(enum.StrEnum):
@@ -100,9 +100,9 @@ models = Table(
     Column("last_number", Integer, nullable=False),
     Column("retention", JSON),
     Column("removed_ms", Millis),
-    # Of a run. Never goes back, not even if the run is removed and made again.
+    # Only of runs. Never goes back, not even if the run is removed and begun again.
     Column("generation", BigInteger, nullable=False, server_default="0"),
-    # Of who took it over last: the same key again is the same taking over.
+    # The key with which it was taken over last: the same request again has the same key.
     Column("generation_key", String(128)),
     UniqueConstraint("project", "name"),
 )
@@ -168,7 +168,7 @@ packs = Table(
     Column("replication", Integer),
     Column("policy", String(64)),
     Column("settle", String(8), index=True),
-    # Who may claim from it; NULL: everybody. Set where blocks are shared within projects only.
+    # Whose uploads may claim from it; NULL: everybody's. Set if projects do not share blocks.
     Column("project", String(96)),
 )
 
@@ -189,7 +189,8 @@ placements = Table(
     Column("base_id", ForeignKey("blocks.id")),
     Column("stored_bytes", BigInteger, nullable=False),
     Column("encoding", LargeBinary, nullable=False),
-    # Most placements have no base. With those in it, SQLite holds the index to be of no use.
+    # Without the placements that have no base, which are most: with them, SQLite would take the
+    # index for useless.
     Index(
         "ix_placements_base_id",
         "base_id",
@@ -198,7 +199,8 @@ placements = Table(
     ),
 )
 
-# version → list → block: a tensor or file that did not change adds one edge, not its blocks.
+# version → list → block: a tensor or file that did not change adds one row to `version_lists`, not
+# one for each block.
 lists = Table(
     "lists",
     metadata,
@@ -240,7 +242,7 @@ uploads = Table(
     Index("ix_uploads_state_lease_ms", "state", "lease_ms"),
 )
 
-# Files a service received for an upload: which blocks each became, until the version is made.
+# Files that a service received for an upload: the blocks of each, until the version is made.
 upload_files = Table(
     "upload_files",
     metadata,
@@ -334,7 +336,7 @@ events = Table(
     Column("detail", JSON, nullable=False),
 )
 
-# Only its ids matter: a sequence that PostgreSQL and SQLite both have.
+# The numbers of journal entries that were given out; the entries are in the outbox or the store.
 journal = Table(
     "journal",
     metadata,

@@ -1,8 +1,8 @@
-"""Sweeping up after uploads that ended: what they left in staging, packs they never finished.
+"""Sweeping up after uploads that ended: what they left in staging, and packs they never finished.
 
-Every file here has a row. A writer that comes back from the dead may still rename a file it had
-staged; so what was swept is looked at again, run after run, until it is older than the grace time
-once more, and than a day.
+Every such file has a row. A writer that was only suspended may come back and still rename a file it
+had staged. So each run of gc looks again at what was swept, until another grace time, and at least
+a day, has passed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _packs, _manifests, _uploads = schema.packs, schema.manifests, schema.uploads
 _ENDED = (UploadState.EXPIRED, UploadState.COMMITTED)
 
 _AWAY_MS = 24 * 3600 * 1000
-"""A writer may come back after so long (a laptop that was shut), however short the grace."""
+"""How long a writer may be away (a laptop that was shut) and come back, however short the grace."""
 
 
 class Counter(Protocol):
@@ -35,7 +35,7 @@ class Counter(Protocol):
 
 
 def sweep(database: Database, store: Store, grace_ms: int, tally: Counter) -> None:
-    """Remove what ended uploads left, once they ended a grace time ago."""
+    """Remove what uploads left that ended at least a grace time ago."""
     away_ms = max(grace_ms, _AWAY_MS)
     due = ended_for(grace_ms)
     for some in found(database, _uploads, due, among=_uploads.c.state.in_(_ENDED)):
@@ -51,7 +51,7 @@ def ended_for(grace_ms: int) -> ColumnElement[bool]:
 
 
 def unfinished_packs(upload: ColumnElement[bool]) -> ColumnElement[bool]:
-    """Packs that were begun by uploads of this kind, and never became live."""
+    """Packs that never became live, begun by uploads that fit."""
     begun = select(_uploads.c.id).where(upload)
     return and_(_packs.c.state == FileState.WRITING, _packs.c.upload_id.in_(begun))
 
@@ -72,7 +72,7 @@ def _sweep_upload(database: Database, store: Store, upload: Row[Any], tally: Cou
 
 
 def _swept(tx: Connection, row_id: int, after_ms: int) -> None:
-    """Be done with an upload; one that expired may have a writer left, so only after a while."""
+    """Be done with an upload; only after a while if it expired: its writer may still be there."""
     nobody_left = or_(
         _uploads.c.state == UploadState.COMMITTED,
         _uploads.c.lease_ms <= now_ms() - after_ms,
@@ -85,7 +85,10 @@ def _swept(tx: Connection, row_id: int, after_ms: int) -> None:
 
 
 def _look_again_at_packs(database: Database, store: Store, away_ms: int) -> None:
-    """Then forget them. Only a pack that was never live can have a writer with a staged file."""
+    """Delete files that came late, and forget packs that are old enough.
+
+    Only a pack that was never live can have a writer that still has its file in staging.
+    """
     is_gone = _packs.c.state == FileState.GONE
     never_live = and_(is_gone, _packs.c.bytes == 0)
     for some in found(database, _packs, never_live, among=is_gone):
@@ -102,11 +105,14 @@ def _forget_packs(tx: Connection, which: ColumnElement[bool]) -> None:
 
 
 def _look_again_at_manifests(database: Database, store: Store, away_ms: int) -> None:
-    """Rows stay, since versions refer to them; without an upload nobody can be writing one."""
+    """Delete files that came late. Rows stay, as versions refer to them.
+
+    One that is old enough loses its upload, so that it is not looked at any more.
+    """
     gone = and_(_manifests.c.state == FileState.GONE, _manifests.c.upload_id.is_not(None))
 
     def look(tx: Connection, which: ColumnElement[bool]) -> None:
-        # Under the lock: a writer that wants this very manifest waits, then writes it.
+        # Under the lock: a writer that wants this very manifest waits, then writes it anew.
         for row_id in lock(tx, _manifests, which):
             row = tx.execute(select(_manifests).where(_manifests.c.id == row_id)).one()
             store.delete(layout.manifest(Digest(row.name)))

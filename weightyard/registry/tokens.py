@@ -18,14 +18,14 @@ from weightyard.registry.database import now_ms
 from weightyard.registry.rows import clock, moment
 
 PREFIX = "wy_"
-"""So that scanners of repositories and logs can find a token that got lost."""
+"""By which scanners of repositories and logs recognise a token that ended up there."""
 
 _SECRET_BYTES = 32
 _LONGEST = 128
 _USE_NOTED_EVERY_MS = 60_000
 
 _t = schema.tokens
-# Asked with every request, and quicker than it is built.
+# Built once: it runs with every request, and building takes longer than running it.
 _BY_SECRET = select(_t).where(_t.c.secret_hash == bindparam("hashed"), _t.c.revoked_ms.is_(None))
 
 
@@ -58,7 +58,7 @@ def find(tx: Connection, secret: str) -> Token | None:
     if not secret.startswith(PREFIX) or len(secret) > _LONGEST:
         return None
     wanted = _hash(secret)
-    # A hash of 256 random bits: how long the index takes to find it tells nothing of the secret.
+    # The index looks for a hash of 256 random bits: the time it takes tells nothing of the secret.
     row = tx.execute(_BY_SECRET, {"hashed": wanted}).one_or_none()
     if row is None or not hmac.compare_digest(row.secret_hash, wanted):
         return None
@@ -74,7 +74,7 @@ def find_named(tx: Connection, name: TokenName) -> Token | None:
 def list_tokens(
     tx: Connection, *, after: TokenName | None = None, limit: int = 1000
 ) -> list[Token]:
-    """Those that ever were, by name, from one name on."""
+    """All tokens, revoked ones too, by name; with `after`, those after that name."""
     wanted = select(_t).order_by(_t.c.name).limit(limit)
     if after is not None:
         wanted = wanted.where(_t.c.name > after.text)

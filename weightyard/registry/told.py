@@ -1,7 +1,7 @@
-"""What a store tells by itself, held against the catalogue: `rebuild` has nothing else.
+"""Told: compares a store's records and journal, all that `rebuild` has, with the catalogue.
 
-Every version has its record, every change its entry in the journal, and the store tells of nothing
-the registry does not know.
+Every version must have its record, every change its entry in the journal, and the store must tell
+of nothing that the registry does not know.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SET_ASIDE = "run `weightyard check --heal`: it moves that file into `damaged`, 
 _BRING_BACK = "bring its DataNodes back, then check again"
 _PUT_BACK = (
     "put the file back, from HDFS's trash or a snapshot of the folder: only the store had it. "
-    "Until then keep backups of the database, which knows what the change led to"
+    "Until then keep backups of the database, which has the outcome of that change"
 )
 _WRITE_NOW = "run `weightyard check --heal`: it writes them, or says why it cannot"
 _DIFFERENT = (
@@ -118,7 +118,7 @@ class _Told:
             self._report("record-missing", path.text, what, _HEAL, [ref])
 
     def _read_record(self, path: StorePath, ref: str, digest: str) -> None:
-        if self._is_in_outbox(path):  # then of what has its name was told before
+        if self._is_in_outbox(path):  # then `check_told` has reported the file of that name
             return
         try:
             told = history.read_version(self._store, path)
@@ -193,7 +193,7 @@ def _numbers(tx: Connection, model_row: int) -> Sequence[Row[int, str]]:
 
 
 def _sequences(database: Database, last: int) -> Iterator[int]:
-    """The numbers of journal entries up to one, as many in memory as fit a page."""
+    """The numbers of journal entries up to `last`; only one page of them is in memory."""
     done = 0
     while page := database.read(partial(_sequences_after, done=done, last=last)):
         yield from page

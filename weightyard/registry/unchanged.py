@@ -1,4 +1,4 @@
-"""Unchanged: answers of the database, good for as long as nobody changes anything in it."""
+"""Unchanged: answers of the database, kept for as long as nothing in it changes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _MOST = 1000
 
 
 class Unchanged(Generic[_K, _V]):
-    """What was asked before, by key. Thread-safe.
+    """Remembers answers, by key. Thread-safe.
 
-    Every time the database says whether anything was committed since, by whatever process: that
-    takes it a small part of the time of an answer. One that cannot say it is always asked.
+    Before each answer the database is asked whether any process has committed anything since, which
+    takes it much less time than an answer. If it cannot tell, nothing is remembered.
     """
 
     def __init__(self, database: Database) -> None:
@@ -28,8 +28,9 @@ class Unchanged(Generic[_K, _V]):
         self._known: dict[_K, _V] = {}
 
     def get(self, key: _K, ask: Callable[[], _V]) -> _V:
-        """What `ask` gives, or gave. Raises what it raises."""
-        stamp = self._database.stamp()  # first: a change after it is a change after the answer
+        """What `ask` returns, or has returned before. Raises what it raises."""
+        # Before `ask`: what changes during it makes the answer one of the past, to be asked again.
+        stamp = self._database.stamp()
         with self._lock:
             if stamp != self._stamp or len(self._known) >= _MOST:
                 self._known.clear()
@@ -44,6 +45,6 @@ class Unchanged(Generic[_K, _V]):
         return found
 
     def keys(self, gave: Callable[[_V], bool]) -> list[_K]:
-        """Those whose answer is such a one."""
+        """Keys of remembered answers for which `gave` is true."""
         with self._lock:
             return [key for key, known in self._known.items() if gave(known)]

@@ -1,4 +1,4 @@
-"""RegistryUpload: one upload, as its writer has it, in the database."""
+"""RegistryUpload: a writer's handle on one upload in the database."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RegistryUpload:
         self._write(uploads.begin_pack, pack, said.replication, said.policy)
 
     def require_room(self, coming: Sequence[Placement] = ()) -> None:
-        """Raises QuotaExceeded if what is written, with what is coming, has no room any more."""
+        """Raises QuotaExceeded if there is no room for what was written, with what is coming."""
         self._database.read(lambda tx: quotas.require_room(tx, self._id, self._stored, coming))
 
     def add_pack(self, pack: PackId, pack_bytes: int, placements: Sequence[Placement]) -> None:
@@ -87,9 +87,9 @@ class RegistryUpload:
         return self._write(commits.commit, digest, manifest, publication, key, self._reading)
 
     def _make_durable(self, store: Store, publication: Publication) -> None:
-        """See that packs found by a claim are where this version needs them, as its own ones are.
+        """See that claimed packs have as many copies as this version asks for.
 
-        Whoever wrote them may have asked for a single copy. Raises UnderReplicated.
+        Their writers may have asked for fewer. Raises UnderReplicated.
         """
         wanted = least_replicas(store, publication.replication)
         if wanted > 1:

@@ -1,4 +1,4 @@
-"""Uploads: leases under which writers claim what is there and add what is new.
+"""Uploads: leases under which writers claim blocks that exist and add new ones.
 
 Each function runs inside one transaction of its caller. Locks are taken in one order everywhere:
 the upload's row, then pack rows by id.
@@ -84,7 +84,7 @@ def fence(tx: Connection, upload: UploadId, *, alone: bool = False) -> OpenUploa
 
 
 def join(tx: Connection, upload: UploadId) -> OpenUpload:
-    """An upload whose lease holds, for one more who writes under it. Raises UploadExpired."""
+    """An upload whose lease holds, for another writer under it. Raises UploadExpired."""
     return _require_open(tx.execute(_now(upload)).one_or_none(), upload)
 
 
@@ -143,7 +143,7 @@ def abandon(tx: Connection, upload: UploadId) -> None:
 
 
 def close(tx: Connection, row_id: int, state: UploadState) -> None:
-    """End an upload; what it pinned is free. Its lease ends now, if it has not before."""
+    """End an upload and free what it pinned. Its lease ends now, unless it has ended before."""
     uploads = schema.uploads
     ended_ms = case((uploads.c.lease_ms < now_ms(), uploads.c.lease_ms), else_=now_ms())
     tx.execute(update(uploads).where(uploads.c.id == row_id).values(state=state, lease_ms=ended_ms))
@@ -155,22 +155,22 @@ def close(tx: Connection, row_id: int, state: UploadState) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """Whose blocks a token may know of: those of versions in its projects, and its own."""
+    """The blocks that a token may know of: those of versions in its projects, and its own."""
 
     projects: tuple[str, ...]
     author: str
 
     def allows(self, block: ColumnElement[Any]) -> ColumnElement[bool]:
-        """On a column of block ids, in a query that has `packs` in its FROM."""
+        """Whether a block, by its row id, is one. The query must have `packs` in its FROM."""
         p, u = schema.placements.alias("delta"), schema.uploads
         is_base = exists().where(p.c.base_id == block, self._in_versions(p.c.block_id))
         mine = select(u.c.id).where(u.c.author == self.author, u.c.project.in_(self.projects))
         return or_(self._in_versions(block), is_base, schema.packs.c.upload_id.in_(mine))
 
     def _in_versions(self, block: ColumnElement[Any]) -> ColumnElement[bool]:
-        """A version that was removed counts until gc lets go of its blocks.
+        """Whether a version in these projects has a block. Removed ones count until gc lets go.
 
-        A reader may hold it by a lease, an upload may have claimed from it.
+        Until then a reader may hold one by a lease, or an upload may have claimed its blocks.
         """
         lb, vl, v, m = schema.list_blocks, schema.version_lists, schema.versions, schema.models
         return exists().where(
@@ -188,10 +188,10 @@ def find_placements(
     reading: Reading | None = None,
     for_project: str | None = None,
 ) -> dict[BlockId, list[Placement]]:
-    """Where blocks lie that can be read; bases are not followed.
+    """Where blocks lie, in packs that can be read; those of bases are not included.
 
-    A reader with projects is told of packs of others only where it has no copy of its own.
-    `for_project`: as a claim of an upload of this project would find them.
+    With `reading`, packs of other projects are told only for blocks that its own projects' packs
+    lack. With `for_project`: what a claim of an upload of this project would find.
     """
     may = () if reading is None else (reading.allows(schema.blocks.c.id),)
     if for_project is not None:
@@ -239,8 +239,8 @@ def _claimable(scope: str | None) -> ColumnElement[bool]:
 def revive(tx: Connection, upload: UploadId, blocks: Sequence[BlockId]) -> None:
     """Make condemned packs that hold these blocks, for this upload, live again.
 
-    In a transaction of its own before `claim`: there it would turn shared locks into exclusive
-    ones, and two claims of the same pack would wait for each other.
+    To be run in a transaction of its own before `claim`. Within that, shared locks would have to
+    become exclusive, and two claims of the same pack would wait for each other.
     """
     b, p, packs = schema.blocks, schema.placements, schema.packs
     mine = _claimable(find_open(tx, upload).scope)
@@ -250,9 +250,9 @@ def revive(tx: Connection, upload: UploadId, blocks: Sequence[BlockId]) -> None:
     for batch in batches(dict.fromkeys(blocks)):
         wanted = select(b.c.id).where(is_one_of(tx, b.c.hash, [block.raw for block in batch]))
         bases = select(p.c.base_id).where(p.c.block_id.in_(wanted), p.c.base_id.is_not(None))
-        # One list of blocks: of two, joined by OR, SQLite reads all placements there are.
+        # One list of blocks: with two, joined by OR, SQLite would read all placements.
         held_in = select(p.c.pack_id).where(p.c.block_id.in_(union_all(wanted, bases)))
-        # Made once: PostgreSQL would look for the blocks anew for each pack that is condemned.
+        # Materialized: else PostgreSQL would look for the blocks anew for each condemned pack.
         holding = held_in.cte("holding").prefix_with("MATERIALIZED", dialect="postgresql")
         condemned = tx.scalars(
             select(packs.c.id)
@@ -271,7 +271,7 @@ def revive(tx: Connection, upload: UploadId, blocks: Sequence[BlockId]) -> None:
 def claim(
     tx: Connection, upload: UploadId, blocks: Sequence[BlockId], reading: Reading | None = None
 ) -> Mapping[BlockId, Sequence[Placement]]:
-    """Placements in live packs, which are pinned for the upload in this very transaction."""
+    """Placements in live packs; these are pinned for the upload in this very transaction."""
     opened = fence(tx, upload)
     found = lying(tx, blocks, reading, schema.placements.c.encoding)
     bases = standalone_packs(tx, found)
@@ -289,9 +289,9 @@ def lying(
 ) -> list[Row[Any]]:
     """Placements of blocks, in packs of any state: `pack_id`, `base_id` and these columns.
 
-    With `reading`, of those it allows, or that an upload (by its row id) wrote.
-    Those in packs that count are told apart here, not in SQL: of a few packs with many blocks the
-    database might go through all that lies in them.
+    With `reading`, only of blocks that it allows, or that an upload (by its row id) wrote. The
+    caller picks the packs that count (`usable`): SQL that names a few packs of many blocks might go
+    through all that lies in them.
     """
     b, p = schema.blocks, schema.placements
     rows = select(p.c.pack_id, p.c.base_id, *columns).join_from(p, b, b.c.id == p.c.block_id)
@@ -310,7 +310,7 @@ def lying(
 def usable(
     found: Sequence[Row[Any]], bases: Mapping[int, set[int]], packs: Set[int]
 ) -> list[Row[Any]]:
-    """Those of placements that lie in these packs, and whose bases do."""
+    """The placements found that lie in these packs, and whose bases do, too."""
     held: set[int | None] = {base for base, at in bases.items() if not at.isdisjoint(packs)}
     held.add(None)
     return [one for one in found if one.pack_id in packs and one.base_id in held]
@@ -330,7 +330,7 @@ def standalone_packs(tx: Connection, found: Sequence[Row[Any]]) -> dict[int, set
 def pin_live(
     tx: Connection, upload_row: int, pack_rows: Iterable[int], *which: ColumnElement[bool]
 ) -> dict[int, PackId]:
-    """Pin those of these packs that are live once they are locked; returns their names."""
+    """Pin these packs, without those that are not live once they are locked; returns names."""
     packs = schema.packs
     live: dict[int, PackId] = {}
     for batch in batches(sorted(pack_rows)):
@@ -355,8 +355,8 @@ def held_packs(tx: Connection, upload_row: int) -> set[int]:
 def doubtful_packs(tx: Connection, upload: UploadId, wanted: int) -> list[PackId]:
     """Packs an upload holds which may lie on fewer DataNodes than wanted.
 
-    Those of which a version asked for fewer copies, and those of which the store has yet to be told
-    how many there should be.
+    These are packs of which fewer copies were asked for, and packs of which the store has yet to be
+    told how many there should be.
     """
     packs, pins, u = schema.packs, schema.pins, schema.uploads
     held = (
@@ -470,10 +470,10 @@ def insert_placements(tx: Connection, pack_row: int, placements: Sequence[Placem
 
 
 def block_rows(tx: Connection, sizes: Mapping[BlockId, int]) -> dict[BlockId, int]:
-    """Row ids of blocks, inserted where they are new. In one order, so that writers do not meet."""
+    """Row ids of blocks, inserted where they are new; in order, so that no two writers deadlock."""
     blocks = schema.blocks
     found: dict[BlockId, int] = {}
-    # Again if gc removed a row after it was found to be there, and before it was locked.
+    # Repeated if gc removed a row after it was found to be there, and before it was locked.
     while missing := sorted(sizes.keys() - found.keys()):
         insert_missing(
             tx, blocks, [{"hash": block.raw, "raw_bytes": sizes[block]} for block in missing]
@@ -485,7 +485,7 @@ def block_rows(tx: Connection, sizes: Mapping[BlockId, int]) -> dict[BlockId, in
 def find_block_rows(
     tx: Connection, wanted: Sequence[BlockId], *, hold: bool = False
 ) -> dict[BlockId, int]:
-    """Row ids of blocks that are known; `hold`: they stay so until the transaction ends."""
+    """Row ids of known blocks; with `hold`, their rows stay until the transaction ends."""
     blocks = schema.blocks
     rows = select(blocks.c.id, blocks.c.hash)
     if hold:
@@ -528,7 +528,7 @@ def begin_manifest(
         .with_for_update()
     ).one()
     if row.state in (FileState.DELETING, FileState.GONE, FileState.CONDEMNED):
-        # Being deleted, or not any more: this upload writes it (again) before it commits.
+        # Its file may be gone, or about to go: this upload writes it (again) before it commits.
         tx.execute(
             update(manifests)
             .where(manifests.c.id == row.id)

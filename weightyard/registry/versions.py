@@ -41,9 +41,9 @@ _other = _v.alias("other")
 
 
 def ensure_model(tx: Connection, model: ModelName, who: str, kind: str = "model") -> bool:
-    """Make a model unless it is there, of whatever kind; whether it was made.
+    """Make a model unless there is one, of whatever kind. Returns whether it was made.
 
-    One that was removed goes on with the next number, and may be of another kind now.
+    A removed one is made again: it goes on with the next number, and may be of another kind.
     """
     there = select(_m).where(_m.c.project == model.project, _m.c.name == model.name)
     row = tx.execute(there).one_or_none()
@@ -88,7 +88,7 @@ def list_models(
     after: ModelName | None = None,
     limit: int = 1000,
 ) -> list[Model]:
-    """Models by name, of these projects, from one name on."""
+    """Models by name, of these projects; with `after`, those after that name."""
     wanted = select(_m).where(_m.c.removed_ms.is_(None))
     wanted = wanted.order_by(_m.c.project, _m.c.name).limit(limit)
     if projects is not None:
@@ -146,7 +146,7 @@ def _as_models(tx: Connection, rows: Sequence[Row[Any]]) -> list[Model]:
 
 
 def rules_of(model: Row[Any]) -> Retention | None:
-    """A model's rules; None if it has none, or such as are none any more: then nothing goes."""
+    """A model's rules; None if it has none, or invalid ones: then nothing goes."""
     try:
         return Retention.model_validate(model.retention) if model.retention else None
     except ValidationError:
@@ -155,20 +155,20 @@ def rules_of(model: Row[Any]) -> Retention | None:
 
 
 def _steps(tx: Connection, latest: Mapping[int, int]) -> dict[int, int]:
-    """The steps of these versions, of those that have one: model row id → number."""
+    """The steps of these versions (model row id → number), without those that have none."""
     named = tuple_(_v.c.model_id, _v.c.number).in_(list(latest.items()))
     wanted = select(_v.c.model_id, _v.c.step).where(named, _v.c.step.is_not(None))
     return {row.model_id: row.step for row in tx.execute(wanted)} if latest else {}
 
 
-_COMMA: Any = literal_column("','")  # a string would be put into the statement anew every time
+_COMMA: Any = literal_column("','")  # a str would be a parameter, bound anew every time
 _ALIASES = (
     select(func.aggregate_strings(_a.c.alias, _COMMA))
     .where(_a.c.version_id == _v.c.id)
     .scalar_subquery()
     .label("aliases")
 )
-"""In no order; NULL if there are none. No name of an alias holds a comma."""
+"""Names of aliases, in no order; NULL if there are none. None of them has a comma in it."""
 
 
 def _selected() -> Select[Any]:
@@ -195,8 +195,8 @@ def _with_removed() -> Select[Any]:
     )
 
 
-# Made once: to build these takes longer than the database takes to answer them. And one statement
-# each, which finds the model too: every other one would take as long again.
+# Built once: building them takes longer than the database takes to answer. Each also finds the
+# model: another statement for that would take as long again.
 _MODEL = select(_m).where(_m.c.project == bindparam("of_project"), _m.c.name == bindparam("named"))
 _ITS_ID = (
     _MODEL.with_only_columns(_m.c.id).where(_m.c.removed_ms.is_(None)).correlate().scalar_subquery()
@@ -206,8 +206,8 @@ _NUMBERED = _OF_MODEL.where(_v.c.number == bindparam("numbered"))
 _NEWEST_OF_SOME = _OF_MODEL.order_by(_v.c.number.desc()).limit(1)
 _NEWEST_OF_CONTENT = _NEWEST_OF_SOME.where(schema.manifests.c.name == bindparam("of_content"))
 _NEWEST_OF_STEP = _NEWEST_OF_SOME.where(_v.c.step == bindparam("of_step"))
-# These two name one row before anything is joined: with a list, or an order over the join, SQLite
-# may go through all versions of the model.
+# These two select one row before anything is joined. With IN, or ORDER BY over the join, SQLite may
+# go through all versions of the model.
 _NEWEST = _selected().where(
     _v.c.id
     == select(_other.c.id)
@@ -257,9 +257,9 @@ def resolve(tx: Connection, ref: Ref) -> Version:
 
 
 def resolve_readable(tx: Connection, model: ModelName, number: int) -> Version:
-    """A version whose content can be read: one that is there, or that a reader still holds.
+    """A version whose content can be read: also a removed one, as long as a reader holds it.
 
-    Removed, it is left to those who took a lease on it before. Raises NoSuchThing.
+    Such a one is for those who took a lease on it before. Raises NoSuchThing.
     """
     try:
         return resolve(tx, Ref(model, number))
@@ -279,10 +279,10 @@ def get(tx: Connection, version_row: int) -> Version:
 def list_versions(
     tx: Connection, model: ModelName, *, before: int | None = None, limit: int = 1000
 ) -> list[Version]:
-    """Versions of a model, the newest first, those below a number."""
+    """Versions of a model, the newest first; with `before`, those below that number."""
     wanted = _selected().where(_v.c.model_id == model_row(tx, model).id)
     if before is not None:
-        # As a long number, also where that is more than the column could hold.
+        # As a BigInteger, since it may be more than the column's type can hold.
         wanted = wanted.where(_v.c.number < literal(before, BigInteger))
     rows = tx.execute(wanted.order_by(_v.c.number.desc()).limit(limit))
     return [_as_version(row) for row in rows]
@@ -320,7 +320,7 @@ def annotate(
     """Change what may change of a version: message, metrics, tags, metadata.
 
     With `expect`, only if its `etag` is this one. Raises NoSuchThing, Changed, and BadSetting for
-    what a writer could not have said either.
+    values that a push would not accept either.
     """
     row = hold(tx, find(tx, ref), alone=True)
     if expect is not None and (now := get(tx, row.id)).etag != expect:
@@ -340,7 +340,7 @@ def annotate(
 
 
 def is_use_noted(tx: Connection, ref: Ref) -> bool:
-    """Whether a version was noted as used so lately that noting it again says nothing new."""
+    """Whether a version's use was noted so recently that it need not be noted again."""
     used_ms = find(tx, ref).used_ms
     return used_ms is not None and used_ms > clock(tx) - _USE_NOTED_MS
 
@@ -350,7 +350,7 @@ def mark_used(tx: Connection, ref: Ref) -> None:
 
 
 def hold(tx: Connection, row: Row[Any], *, alone: bool = False) -> Row[Any]:
-    """Keep a version as it is until the transaction ends; `alone`: from all who hold it, too.
+    """Lock a version, so that it stays until the transaction ends; with `alone`, for this one only.
 
     Raises NoSuchThing if it was removed since it was found.
     """
@@ -394,7 +394,7 @@ def remove_model(tx: Connection, model: ModelName, who: str) -> None:
     """Remove a model that has no versions. Its numbers are not given out again.
 
     The history of its aliases stays, for a model of that name that is made later.
-    Raises Protected while it has any.
+    Raises Protected while it has versions.
     """
     row = model_row(tx, model)
     tx.execute(select(_m.c.id).where(_m.c.id == row.id).with_for_update())
