@@ -421,7 +421,9 @@ def _is_worth_another_go(why: exc.DBAPIError, attempt: int) -> bool:
     if isinstance(original, sqlite3.OperationalError):
         return attempt < _ATTEMPTS and ("locked" in str(original) or "busy" in str(original))
     state = getattr(original, "sqlstate", None) or ""
-    return attempt < {_MET: _MEETINGS}.get(state, _ATTEMPTS if state in _TRY_AGAIN else 0)
+    if state == _MET:
+        return attempt < _MEETINGS
+    return state in _TRY_AGAIN and attempt < _ATTEMPTS
 
 
 def _is_forbidden(code: int, file: str) -> bool:

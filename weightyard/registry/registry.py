@@ -350,7 +350,7 @@ class Registry(Closing):
         self.database.write(lambda tx: tokens.note_use(tx, name))
 
     def quota(self, project: str) -> Quota:
-        """What a project may store, and what it does."""
+        """How much a project may store, and how much it does."""
         return self.database.read(lambda tx: quotas.get(tx, project))
 
     def set_quota(
