@@ -1,4 +1,4 @@
-"""ServiceReader: blocks of a version through the service, for those who cannot reach the store."""
+"""ServiceReader: reads blocks through the service, for hosts that cannot reach the store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from weightyard.transfer.report import ReadReport
 from weightyard.transfer.together import run_together
 
 _AT_ONCE = 4
-"""Blocks being fetched; each is in memory until it is checked."""
+"""How many blocks are fetched together; each is in memory until it is checked."""
 
 
 class Fetches(Protocol):
@@ -29,7 +29,7 @@ class Fetches(Protocol):
 class ServiceReader:
     """Reads blocks of one version. Thread-safe.
 
-    A block comes whole, and is held against its name before any of it goes anywhere.
+    A block is received as a whole, and its id checked before any of it goes into a buffer.
     """
 
     def __init__(self, manifest: Manifest, fetch: Fetches) -> None:
@@ -71,17 +71,17 @@ class ServiceReader:
         raw_bytes = self._raw_bytes.get(block)
         if raw_bytes is None:
             raise NoSuchThing(f"the version has no block {block}")
-        raw = memoryview(bytearray(raw_bytes))  # one that grows takes more than it holds
+        raw = memoryview(bytearray(raw_bytes))  # growing, it would take more memory than it needs
         come = 0
 
         def write(piece: bytes) -> None:
             nonlocal come
             if come + len(piece) > raw_bytes:
-                raise BlockCorrupt(f"block {block}: more than its {raw_bytes} bytes came")
+                raise BlockCorrupt(f"block {block}: more than its {raw_bytes} bytes were sent")
             raw[come : come + len(piece)] = piece
             come += len(piece)
 
         self._fetch(block, write)
         if block_id(raw[:come]) != block:
-            raise BlockCorrupt(f"block {block}: other bytes came")
+            raise BlockCorrupt(f"block {block}: the service sent other bytes")
         return raw

@@ -83,7 +83,8 @@ _RELEASE_S = 2.0
 class HttpCatalogue(Closing):
     """What a Registry is, over HTTP. Thread-safe; a context manager.
 
-    Errors are those the service raised. What may safely be repeated is, within `deadline_s`.
+    Raises the errors that the service raised. Requests that are safe to repeat are repeated, within
+    `deadline_s`.
     """
 
     is_service = True
@@ -102,7 +103,7 @@ class HttpCatalogue(Closing):
         self.connection.close()
 
     def about(self) -> About:
-        """Which yard this is, and where its store."""
+        """Which yard this is, and where its store is."""
         return self.connection.get("/about", About)
 
     def placements(
@@ -118,7 +119,7 @@ class HttpCatalogue(Closing):
     def resolve(
         self, ref: Ref, *, deadline_s: float | None = None, within_s: float = math.inf
     ) -> Version:
-        """As a Registry does; `deadline_s`, `within_s`: as of `Connection.ask`."""
+        """As `Registry.resolve`; `deadline_s` and `within_s` as for `Connection.ask`."""
         path = f"{_path(ref.model)}/resolve/{_selector(ref)}"
         return self.connection.get(path, Version, deadline_s=deadline_s, within_s=within_s)
 
@@ -127,13 +128,14 @@ class HttpCatalogue(Closing):
         return watched(self.connection, ref.model, resolve, poll_s, stop)
 
     def locator(self, settings: Settings) -> ServiceLocator:
-        """Who tells where packs lie, for those who read DataNodes and ask no NameNode."""
+        """Asks the service where packs lie, so that DataNodes are read without a NameNode."""
         return ServiceLocator(self.connection, settings)
 
     def manifest(self, version: Version, deadline: Deadline = NEVER) -> Manifest:
-        """What a version consists of, for those who cannot reach the store. Its digest is checked.
+        """A version's manifest, for hosts that cannot reach the store. Its digest is checked.
 
-        One that was removed is told of while someone holds it. Raises ManifestInvalid, NoSuchThing.
+        A removed version still has one while a reader holds it. Raises ManifestInvalid,
+        NoSuchThing.
         """
         doing = f"asking for the manifest of {version.ref}"
         path = self._version_path(Ref.parse(version.ref), within_s=deadline.left(doing))
@@ -149,10 +151,10 @@ class HttpCatalogue(Closing):
         progress: Callable[[int], None] = lambda done_bytes: None,
         deadline: Deadline = NEVER,
     ) -> int:
-        """Write a file of a version into `out`, for those who cannot reach the store; its length.
+        """Write a file of a version into `out`, for hosts that cannot reach the store.
 
-        Goes on where it broke off. `progress` is told of bytes done. Raises NoSuchThing,
-        RegistryUnavailable, Damaged.
+        Returns its length. Resumes where a connection broke off. `progress` is told of bytes done.
+        Raises NoSuchThing, RegistryUnavailable, Damaged.
         """
         target = f"{self._version_path(ref)}/files/{quote(path.text)}"
         return fetch(self.connection, target, out.write, progress, deadline)
@@ -160,7 +162,7 @@ class HttpCatalogue(Closing):
     def reader(
         self, version: Version, manifest: Manifest, deadline: Deadline = NEVER
     ) -> ServiceReader:
-        """Who reads blocks of a version, for those who cannot reach the store."""
+        """A reader of a version's blocks, for hosts that cannot reach the store."""
         path = self._version_path(Ref.parse(version.ref))
 
         def get(block: BlockId, write: Callable[[bytes], object]) -> int:
@@ -219,7 +221,7 @@ class HttpCatalogue(Closing):
         return self.connection.send("PUT", path, Version, body=wanted, again=True)
 
     def cost(self, ref: Ref, *, copies: int = 1) -> Cost:
-        """What a version costs; how many copies there are the service knows better."""
+        """What a version costs. `copies` is not sent: the service knows its store's number."""
         return self.connection.get(f"{self._version_path(ref)}/cost", Cost)
 
     def mark_used(self, ref: Ref, *, within_s: float = math.inf) -> None:
@@ -231,7 +233,7 @@ class HttpCatalogue(Closing):
     def take_lease(
         self, ref: Ref, holder: str, seconds: float, *, within_s: float = math.inf
     ) -> ReadLease:
-        # Repeated after a lost answer, it leaves a lease nobody renews, which ends by itself.
+        # Repeating it after a lost answer leaves a lease that nobody renews, which ends by itself.
         wanted = body(LeaseWanted, holder=holder, seconds=seconds)
         deadline = Deadline.after(within_s)
         path = f"{self._version_path(ref, within_s=within_s)}/leases"
@@ -241,7 +243,7 @@ class HttpCatalogue(Closing):
         )
 
     def renew_lease(self, lease_id: int, seconds: float) -> ReadLease:
-        # One try: who renews comes again long before the lease ends.
+        # One try: the next renewal comes long before the lease ends.
         wanted = body(LeaseRenewed, seconds=seconds)
         path = f"/leases/{lease_id}"
         return self.connection.send("PUT", path, ReadLease, body=wanted, again=True, deadline_s=0.0)
@@ -260,7 +262,7 @@ class HttpCatalogue(Closing):
             self.connection.send("PUT", path, Model, body=retention, again=True)
 
     def apply_retention(self, name: ModelName) -> list[str]:
-        # Repeated after a lost answer, it leaves out what went the first time.
+        # Repeated after a lost answer, it does not return what was removed the first time.
         path = f"{self._retention_path(name)}/apply"
         return self.connection.send("POST", path, Page[str], again=True).items
 
@@ -283,7 +285,7 @@ class HttpCatalogue(Closing):
         try:
             return self.connection.get(_alias_path(name, alias), Alias).version
         except NoSuchThing:
-            self.model(name)  # that there is no such model is another thing
+            self.model(name)  # raises NoSuchThing if it is the model that is missing
             return None
 
     def move_alias(
@@ -326,7 +328,7 @@ class HttpCatalogue(Closing):
         return self.connection.send("POST", path, AliasMove, body=body(Reason, reason=reason))
 
     def open_upload(self, model: ModelName, publication: Publication) -> HttpUpload:
-        # Repeated after a lost answer, it leaves an upload nobody uses, which ends by itself.
+        # Repeating it after a lost answer leaves an upload that nobody uses, which ends by itself.
         opened = self.connection.send(
             "POST", f"{_path(model)}/uploads", OpenedUpload, body=publication, again=True
         )
@@ -362,14 +364,14 @@ class HttpCatalogue(Closing):
         return 0
 
     def _version_path(self, ref: Ref, *, within_s: float = math.inf) -> str:
-        """A version by its number: what is changed must be the one that was meant."""
+        """The path of a version, by its number: an alias might move before the change is made."""
         number = ref.selector
         if not isinstance(number, int):
             number = self.resolve(ref, within_s=within_s).number
         return f"{_path(ref.model)}/versions/{number}"
 
     def _retention_path(self, name: ModelName) -> str:
-        """Of runs writers say what stays, of models admins."""
+        """The path of a retention. That of a run writers may set, that of a model only admins."""
         is_run = self.model(name).kind == "run"
         return f"{_run_path(name) if is_run else _path(name)}/retention"
 

@@ -1,4 +1,4 @@
-"""Connection: requests to a service, tried again where that is safe, within a deadline."""
+"""Connection: requests to a service, repeated where that is safe, until a deadline."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ ANSWER_S = 30.0
 """How long the service may be silent."""
 
 LONG_ANSWER_S = 300.0
-"""The same where it answers when a pack is checked and on its DataNodes, one of many perhaps, or
-when a version of many blocks is published."""
+"""The same where the service has much to do first: check a pack, one of many perhaps, and see that
+its DataNodes have it; or publish a version of many blocks."""
 
 _CONNECT_S = 5.0
 _TIMEOUT = httpx.Timeout(ANSWER_S, connect=_CONNECT_S)
@@ -54,18 +54,18 @@ _TRY_AGAIN = frozenset((429, 502, 503, 504))
 
 @dataclass(frozen=True, slots=True)
 class _NotNow:
-    """A request that came to nothing; another time it might."""
+    """A request that failed, but may succeed another time."""
 
     error: Retryable
     may_repeat: bool
     """Whether doing it once more does no harm."""
     asked_pause_s: float = 0.0
-    """How long the service wants to be left alone."""
+    """How long the service asked to wait before the next try."""
 
 
 @cache
 def _trusted() -> ssl.SSLContext:
-    """Whom HTTPS trusts. For all connections: to read the certificates takes longer than to ask."""
+    """Whom HTTPS trusts. Read once for all connections: that takes longer than a request."""
     return httpx.create_ssl_context()
 
 
@@ -84,7 +84,7 @@ class Connection:
         if parts.username is not None or parts.password is not None or parts.query:
             raise BadSetting("a token goes into WEIGHTYARD_TOKEN, not into the URL")
         if token is not None and not (token.isascii() and token.isprintable() and " " not in token):
-            raise Unauthenticated("the token is not one: it has spaces or odd characters")
+            raise Unauthenticated("this is no token: it has spaces or odd characters in it")
         self.host = str(parts.hostname)
         self._deadline_s = deadline_s
         headers = {"User-Agent": f"weightyard/{version('weightyard')}"}
@@ -96,7 +96,7 @@ class Connection:
                 headers=headers,
                 timeout=_TIMEOUT,
                 limits=httpx.Limits(max_connections=32, max_keepalive_connections=8),
-                # Followed for reading only; the token stays behind when the host changes.
+                # `_try` follows them for GET only. httpx sends no token to another host.
                 follow_redirects=False,
                 verify=_trusted(),
                 transport=transport,
@@ -139,10 +139,10 @@ class Connection:
         deadline_s: float | None = None,
         within_s: float = math.inf,
     ) -> _T:
-        """Change something; `again`: doing it twice is as good as once.
+        """Change something; `again`: it may be done twice without harm.
 
-        `is_long`: the service may take its time, and the answer matters: if all the time there is
-        went into waiting for it, it is asked for once more.
+        `is_long`: the service may take long, and the answer matters: if the deadline went by in
+        waiting for it, one more try is made.
         """
         content = None
         headers = dict(headers or {})
@@ -179,11 +179,11 @@ class Connection:
     ) -> httpx.Response:
         """One request. Raises what the service raised, and RegistryUnavailable.
 
-        Where it may be repeated it is, with jitter, until the deadline, which for a body that is
-        being sent counts from its last progress. Where not, an answer that was lost is an error:
-        whether it happened is unknown, read back. `deadline_s` 0: one try, for who comes again.
-        `once_more`: when the deadline is over, one try is made all the same.
-        `within_s` is for all of it, the silence of the service too: then DeadlineExceeded.
+        With `again` it is repeated, with jitter, until the deadline, which for a body that is being
+        sent counts from its last progress. Without, a lost answer is an error: whether it happened
+        is unknown, so read back. `deadline_s` 0: one try, for callers that come again anyway.
+        `once_more`: one try is made even when the deadline is over.
+        `within_s` limits all of it, with the waiting for answers: after it, DeadlineExceeded.
         """
         deadline_s = min(self._deadline_s if deadline_s is None else deadline_s, within_s)
         began = time.monotonic()
@@ -220,11 +220,11 @@ class Connection:
     def _try(
         self, method: str, path: str, *, again: bool, **request: Any
     ) -> httpx.Response | _NotNow:
-        """One try, and what came of it. Raises what another one would not change."""
+        """One try: its answer, or why it failed. Raises what another try would not change."""
         try:
             response = self._http.request(method, path, follow_redirects=method == "GET", **request)
         except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as why:
-            return _NotNow(self._unavailable(why), may_repeat=True)  # it was never sent
+            return _NotNow(self._unavailable(why), may_repeat=True)  # the request was never sent
         except httpx.TransportError as why:
             return _NotNow(self._unavailable(why), may_repeat=again)
         except (httpx.TooManyRedirects, httpx.DecodingError, httpx.InvalidURL) as why:
@@ -246,7 +246,7 @@ class Connection:
     def stream(
         self, path: str, headers: Mapping[str, str], *, answer_s: float = ANSWER_S
     ) -> Iterator[httpx.Response]:
-        """An answer that is read while it comes. Raises as `ask`; not tried again."""
+        """An answer that is read as it arrives. Raises as `ask`; is not repeated."""
         timeout = httpx.Timeout(answer_s, connect=min(_CONNECT_S, answer_s))
         try:
             with self._http.stream(
@@ -276,10 +276,10 @@ class Connection:
 
 
 def _split(url: str) -> SplitResult:
-    """A service's URL. Raises BadSetting for one that nothing can be asked of."""
+    """The parts of a service's URL. Raises BadSetting for one that cannot be used."""
     try:
         parts = urlsplit(url)
-        # Else looked at only on connecting, by errors of many kinds.
+        # Otherwise these fail only on connecting, with errors of many kinds.
         _ = parts.port, httpx.URL(url).host, (parts.hostname or "").encode("idna")
     except (ValueError, httpx.InvalidURL) as why:
         raise BadSetting(f"service URL {url[:200]!a}: {why}") from None
@@ -289,9 +289,9 @@ def _split(url: str) -> SplitResult:
 
 
 def hang_up(response: httpx.Response) -> None:
-    """Have whoever waits for more of an answer fail at once. From any thread.
+    """Make the thread that waits for more of an answer fail at once. From any thread.
 
-    A thread that waits for bytes is woken by the end of the connection, not by its closing.
+    The socket is shut down, which wakes a thread that waits for bytes; closing it would not.
     """
     found = response.extensions["network_stream"].get_extra_info("socket")
     if isinstance(found, socket.socket):
@@ -319,6 +319,6 @@ def _pause(attempt: int) -> float:
 
 
 def _asked_pause(response: httpx.Response) -> float:
-    """What Retry-After asks for, in seconds; dates are not waited for."""
+    """What Retry-After asks for, in seconds; 0 if it is a date."""
     value = response.headers.get("retry-after", "")
     return min(float(value), 60.0) if value.isdecimal() and len(value) < 6 else 0.0

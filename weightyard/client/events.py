@@ -1,4 +1,4 @@
-"""Events: what a service says has happened, as it says so."""
+"""Events: the stream of what happens, as a service sends it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _MAX_EVENT_BYTES = 4 << 20
 
 
 def events(connection: Connection, after: int | None, stop: Cancel) -> Iterator[Event | None]:
-    """Events after one, or from now on; None for a sign that the service is still there.
+    """Events after the id `after`, or from now on; None for a sign that the service is still there.
 
-    The first sign comes when it listens: what happens from then on is told. The stream ends when
-    the service ends it: come back with the id of the last event. Raises what the service raises,
+    The first sign says that the stream has begun: what happens from then on is in it. When the
+    service ends it, come back with the id of the last event. Raises what the service raises,
     RegistryUnavailable, Cancelled.
     """
     headers = {"Accept": "text/event-stream"}
@@ -29,7 +29,7 @@ def events(connection: Connection, after: int | None, stop: Cancel) -> Iterator[
         headers["Last-Event-ID"] = str(after)
     with connection.stream("/events", headers) as response:
         if "text/event-stream" not in response.headers.get("content-type", ""):
-            raise RegistryUnavailable(f"service {connection.host}: it has no events")
+            raise RegistryUnavailable(f"service {connection.host}: its answer is no event stream")
         with stop.ending(partial(hang_up, response), "listening"):
             try:
                 yield from parsed(response.iter_bytes())

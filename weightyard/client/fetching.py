@@ -1,4 +1,4 @@
-"""Fetching a file through the service, going on where a connection broke off."""
+"""Fetching a file through the service, resuming where a connection broke off."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from weightyard.storage.deadline import NEVER, Deadline
 
 _PAUSE_S = 0.2
 _GIVE_UP_S = 30.0
-"""Without a byte for so long, the service is not there."""
+"""How long no byte may arrive before the service is taken for gone."""
 
 
 def fetch(
@@ -25,17 +25,17 @@ def fetch(
     progress: Callable[[int], None] = lambda done_bytes: None,
     deadline: Deadline = NEVER,
 ) -> int:
-    """Hand what is at a path to `write`, piece by piece; its length. `progress`: of bytes done.
+    """Hand the file at a path to `write`, piece by piece. Returns its length.
 
-    Raises what the service raises, Conflict if it became another file meanwhile, DeadlineExceeded,
-    Cancelled.
+    `progress` is told of bytes done. Raises what the service raises, Conflict if the file changed
+    meanwhile, DeadlineExceeded, Cancelled.
     """
     done_bytes = 0
     file_bytes: int | None = None
     tag: str | None = None
     progress_at = time.monotonic()
     while done_bytes != file_bytes:
-        # Bytes are counted as they are: whoever is in between must not compress them.
+        # Ranges count the file's own bytes, so no proxy may compress them.
         headers = {"Accept-Encoding": "identity"}
         if done_bytes:
             headers["Range"] = f"bytes={done_bytes}-"
@@ -63,7 +63,7 @@ def fetch(
 
 
 def _length(connection: Connection, response: httpx.Response) -> int:
-    """Of all that is to come, without which nobody can tell whether it came."""
+    """The length of an answer. Without it one cannot tell whether all of it came."""
     said = response.headers.get("content-length", "")
     if not (said.isascii() and said.isdecimal() and len(said) < 19):
         raise Unsupported(f"service {connection.host}: its answer, or a proxy's, has no length")

@@ -1,6 +1,6 @@
-"""ServiceLocator: where packs lie, asked of the service in one answer for a whole version.
+"""ServiceLocator: asks the service where packs lie, once for all packs of a version.
 
-So a reader needs neither a NameNode's address nor a ticket for it.
+So a reader needs neither a NameNode's address nor a Kerberos ticket.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _log = Log(__name__)
 
 MOST_VERSIONS = 16
 LIFE_S = 150.0
-"""What was not looked at for so long is asked for again; the service may know no better."""
+"""How long an answer is used; after that the service is asked again."""
 
 _OWN_FILE = "/about/location"
 
@@ -35,9 +35,9 @@ _OWN_FILE = "/about/location"
 class ServiceLocator:
     """Locations of the packs of versions that are being read. Thread-safe.
 
-    It is told of a version before its packs are asked for. A path that is asked for a second time
-    did not serve: then the service is asked for something newer, which it lets happen only so
-    often.
+    It is told of a version (`expect`) before its packs are asked for. If a path is asked for a
+    second time, its first location did not serve: then the service is asked for a newer answer,
+    which it makes only now and then.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ServiceLocator:
         """
         asked_at = self._clock()
         doing = f"asking the service where {path} is"
-        # One at a time: those who wait most likely want what the first is asking for.
+        # One at a time: the others most likely wait for what the first is asking for.
         if not self._asking.acquire(timeout=min(deadline.left(doing), threading.TIMEOUT_MAX)):
             raise DeadlineExceeded(f"no time left while {doing}")
         try:
@@ -87,7 +87,7 @@ class ServiceLocator:
         raise FileMissing(f"{path}: the service knows no such pack of the versions read here")
 
     def _candidates(self, path: StorePath) -> list[tuple[str, _Known | None]]:
-        """Answers that have a path; then versions not asked for yet; then what may be old."""
+        """What may tell a path: answers that have it, versions not asked for yet, other answers."""
         if path == layout.YARD:
             return [(_OWN_FILE, None)]
         with self._lock:
@@ -103,7 +103,7 @@ class ServiceLocator:
     def _ask(self, route: str, stale: str | None, deadline: Deadline) -> _Known:
         doing = "asking the service for locations"
         uses_hostname = Configuration.load(self._settings).is_on("dfs.client.use.datanode.hostname")
-        query = f"?stale={stale}" if stale else ""  # what was never told has no stamp
+        query = f"?stale={stale}" if stale else ""  # empty: the service gave no answer before
         text = bytearray()
         try:
             answer_s = deadline.left_at_most(ANSWER_S, doing)
@@ -114,7 +114,7 @@ class ServiceLocator:
                     if len(text) > MAX_LOCATED_BYTES:
                         raise TooLarge(f"{doing}: over {MAX_LOCATED_BYTES} bytes")
         except NoSuchThing as why:
-            # A version that was removed is still there for who holds it, and lies where it lay.
+            # A removed version that a reader still holds: its packs lie where they lay before.
             _log.info("locations.not_told", route=route, reason=why)
             with self._lock:
                 before = self._routes.get(route)
@@ -130,7 +130,7 @@ class ServiceLocator:
         return known
 
     def _forget_most(self) -> None:
-        """Keep as many locations as the longest answer has, those asked for last."""
+        """Keep only the answers used last, with as many locations as one answer may have."""
         room = MAX_FILES
         for route, known in reversed(self._routes.items()):
             if known is not None:
@@ -141,14 +141,14 @@ class ServiceLocator:
 
 @dataclass(slots=True)
 class _Known:
-    """One answer, and which of it was given to whom asked."""
+    """One answer, and which of its locations were given out already."""
 
     located: Located
     at: float
     given: dict[StorePath, float] = field(default_factory=dict)
 
     def is_used_up(self, path: StorePath, asked_at: float) -> bool:
-        """Whether it cannot help who began to ask then."""
+        """Whether this answer cannot help a caller that began to ask at that time."""
         if path not in self.located.locations:
             return self.at < asked_at
         return self.given.get(path, asked_at) < asked_at

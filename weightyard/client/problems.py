@@ -1,4 +1,4 @@
-"""From a service's problems back to the errors they were."""
+"""Problems: turns a service's problems back into the errors that it raised."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MAX_PROBLEM_BYTES = 1 << 20
 
 
 def error_of(response: httpx.Response) -> YardError:
-    """The error an answer tells of, of the class it had in the service."""
+    """The error that an answer tells of, in the class it had in the service."""
     try:
         problem = response.json() if len(response.content) <= _MAX_PROBLEM_BYTES else {}
     except ValueError:
@@ -38,14 +38,13 @@ def error_of(response: httpx.Response) -> YardError:
     message = f"{response.url.host}: {said}"
     if request_id := response.headers.get("x-request-id"):
         message += f" (request {request_id})" if issubclass(kind, Bug) else ""
-    # Not by its constructor: each error words its message from its own values, and this one
-    # was worded by the service.
+    # Not made by its constructor, which words a message from values: the service has done that.
     error = kind.__new__(kind, message)
     error.args = (message,)
     known = {"type", "title", "status", "detail", "code", "request_id", "errors"}
     for name, value in problem.items():
         if name in known or not name.isidentifier() or hasattr(Exception, name):
-            continue  # what every exception has is Python's, whatever a service says
+            continue  # attributes that every exception has are not for a service to set
         if value is None or isinstance(value, int | str):
             setattr(error, name, value)
         elif isinstance(value, list) and all(isinstance(one, int) for one in value):
@@ -63,7 +62,7 @@ _BY_CODE = {kind.code: kind for kind in _all(YardError)}
 
 
 def _by_status(status: int) -> type[YardError]:
-    """For what is not a problem of this service: a proxy's answer, or a newer service's."""
+    """For answers with no known problem: a proxy's, or one of a newer service."""
     match status:
         case HTTPStatus.UNAUTHORIZED:
             return Unauthenticated
@@ -78,7 +77,7 @@ def _by_status(status: int) -> type[YardError]:
         case HTTPStatus.TOO_MANY_REQUESTS:
             return Retryable
         case _ if status < 400:
-            return BadSetting  # the service is elsewhere: its URL has to be set to that
+            return BadSetting  # a redirect: the service's URL is to be set to where that points
         case _ if status < 500:
             return Refused
         case _:

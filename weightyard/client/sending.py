@@ -1,4 +1,4 @@
-"""Sending: a source on its way to the service, from its beginning again if it has to be."""
+"""Sending: a source as the body of a request, sent from its beginning again if need be."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _PIECE_BYTES = 1 << 20
 
 
 class Sending:
-    """The body of a request. However often it is sent, each byte counts as progress once."""
+    """The body of a request. However often it is sent, each byte counts as progress only once."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
         self._furthest = 0
         self.length = source.length
         self.moved_at = time.monotonic()
-        """When a byte last went out that had not before."""
+        """When a byte last went out for the first time."""
 
     def pieces(self) -> Iterator[bytes]:
         """All of it. Raises Conflict if the source changed meanwhile."""

@@ -1,4 +1,4 @@
-"""ServiceStore: the store behind a service, written to through the service."""
+"""ServiceStore: writes into the store behind a service, through the service."""
 
 from __future__ import annotations
 
@@ -31,9 +31,8 @@ from weightyard.transfer.source import MemorySource
 class ServiceStore(Store):
     """Publishes the packs and the manifest of one upload; nothing else can be done with it.
 
-    A staged file is kept in memory until it is published. The service answers only when what it
-    was sent is checked and on as many DataNodes as the version wants, and then that is all one is
-    told of where it lies.
+    A staged file is kept in memory until it is published. The service answers only when a file is
+    checked, and on as many DataNodes as the version wants; it does not tell on which ones.
     """
 
     replicates = False
@@ -46,7 +45,7 @@ class ServiceStore(Store):
         self._published: dict[StorePath, FileStat] = {}
 
     def stage(self, path: StorePath, options: FileOptions | None = None) -> Stage:
-        """How the file is kept is what was said when the upload was opened."""
+        """`options` are not used: the service knows them since the upload was opened."""
         return _MemoryStage(path, self._staged)
 
     def publish(self, staged: StagedFile, path: StorePath) -> None:
@@ -59,17 +58,17 @@ class ServiceStore(Store):
         self._published[path] = FileStat(path, staged.length, 1, time.time())
 
     def locate(self, path: StorePath, *, timeout_s: float | None = None) -> Location:
-        """Of a file published here. The service has seen to its copies, and tells of none."""
+        """Only for files published here. Has no replicas, as the service tells of none."""
         return Location(path, self.stat(path).length, ())
 
     def stat(self, path: StorePath) -> FileStat:
-        """Of a file published here."""
+        """Only for files published here."""
         if path not in self._published:
             raise FileMissing(f"{path} was not published here")
         return self._published[path]
 
     def delete(self, path: StorePath) -> bool:
-        """Of what was staged here."""
+        """Only for files staged here."""
         return self._staged.pop(path, None) is not None
 
     def init(self, ownership: Ownership | None = None) -> None:
@@ -99,7 +98,7 @@ class ServiceStore(Store):
         self._staged.clear()
 
     def _refuse(self) -> NoReturn:
-        raise Unsupported(f"the service {self.url} lets nobody do this with its store")
+        raise Unsupported(f"this cannot be done with a store through the service {self.url}")
 
 
 class _MemoryStage(Stage):

@@ -67,10 +67,10 @@ class HttpUpload:
     def commit(
         self, digest: Digest, manifest: Manifest, publication: Publication, key: str
     ) -> Version:
-        """The service reads the manifest from the store; it is not sent.
+        """Commit. The service reads the manifest from the store; it is not sent.
 
-        An answer that does not come is asked for again under the same key: whoever gave up here
-        would publish a second version of what is published.
+        If no answer comes, it is asked for again under the same key: a caller that gave up here
+        might push again, and so publish a second version.
         """
         return self._connection.send(
             "POST",
@@ -85,8 +85,8 @@ class HttpUpload:
     def put_stored(self, path: StorePath, content: Source) -> None:
         """Send a pack that was begun, or a manifest, through the service into the store.
 
-        For those who cannot reach it. Raises PackInvalid, BlockCorrupt, ManifestInvalid; before
-        a byte of a pack is sent QuotaExceeded.
+        For hosts that cannot reach it. Raises PackInvalid, BlockCorrupt, ManifestInvalid, and
+        QuotaExceeded before a byte of a pack is sent.
         """
         folder, _, name = path.text.split("/")
         if folder == layout.PACKS.text:
@@ -110,7 +110,7 @@ def placements_at(
     *,
     within_s: float = math.inf,
 ) -> dict[BlockId, Sequence[Placement]]:
-    """Where blocks lie, asked at a path for as many at once as the service takes."""
+    """Where blocks lie, by requests to a path for as many blocks each as the service takes."""
     deadline = Deadline.after(within_s)
     found: dict[BlockId, Sequence[Placement]] = {}
     for start in range(0, len(blocks), MAX_CLAIMED):

@@ -1,7 +1,6 @@
-"""Watching a ref through a service: it says when to look; where it cannot, one looks by the clock.
+"""Watching a ref through a service: events say when to look; without them one looks by the clock.
 
-The events only say when to look. What the ref means is asked, so an event that was lost, or told
-twice, does no harm.
+What the ref means is asked each time, so an event that was lost, or told twice, does no harm.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from weightyard.transfer.watching import Sighting, pause, sighted
 _log = Log(__name__)
 
 _LOOK_ANYWAY_S = 60.0
-"""Ids of events begin anew in a registry that was rebuilt: who resumes then hears nothing."""
+"""How often one looks without any event. A rebuilt registry numbers its events anew: a client that
+resumes at an old id hears nothing."""
 
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 60.0
@@ -37,8 +37,8 @@ def watched(
 ) -> Iterator[Sighting]:
     """What a ref to a model means, whenever something happened to the model, until stopped.
 
-    A stream that breaks off is picked up again, with growing pauses; meanwhile, and where there is
-    none, the service is asked by the clock.
+    A stream that breaks off is resumed, after growing pauses; meanwhile, and where there is none,
+    the service is asked by the clock.
     """
     last: int | None = None
     failures = 0
@@ -56,7 +56,7 @@ def watched(
                         seen = sighted(resolve)
                         yield seen
                         if isinstance(seen, Retryable):
-                            break  # it is to be asked again soon, and no event may come for long
+                            break  # to ask again soon: the next event may be far off
                         look_at = time.monotonic() + jitter.about(_LOOK_ANYWAY_S)
             except Cancelled:
                 return

@@ -1,4 +1,4 @@
-"""Aliases over REST: show, move, remove, their log, and back in one step."""
+"""Aliases over REST: show, move, remove, their log, and rollback."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ async def alias_log(
     alias: Aliased,
     limit: Limit = 100,
     after: After = None,
-    as_of: Annotated[AwareDatetime | None, Query(description="Moves up to then")] = None,
+    as_of: Annotated[AwareDatetime | None, Query(description="Moves up to this time")] = None,
 ) -> Page[AliasMove]:
     """The moves of an alias, the newest first."""
     before = number_after(after)
@@ -124,6 +124,6 @@ async def alias_log(
 async def roll_back(
     yard: Yard, caller: Caller, model: Named, alias: Aliased, body: Reason | None = None
 ) -> AliasMove:
-    """Put an alias back on the version it was on before; done again, one further back."""
+    """Put an alias back on the version it was on before. Repeated, it goes one further back."""
     reason = body.reason if body is not None else ""
     return await yard.ask(yard.registry.rollback_alias, model, alias, who=caller.who, reason=reason)

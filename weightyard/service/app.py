@@ -1,4 +1,4 @@
-"""The app: routes, limits and problems put together, with the work that goes on behind them."""
+"""The app: puts routes, limits and problems together, and does the work in the background."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def create_app(service: Service) -> FastAPI:
         title="weightyard",
         version=version("weightyard"),
         description=_ABOUT,
-        # Its own pages would load scripts from elsewhere; the schema is behind a token.
+        # The framework's pages load scripts from elsewhere. The schema is a route with a rule.
         openapi_url=None,
         lifespan=_behind(service),
         redirect_slashes=False,
@@ -91,7 +91,7 @@ def create_app(service: Service) -> FastAPI:
 
 @cache
 def _routes() -> Sequence[BaseRoute]:
-    """All routes, the same for every app: to look into their signatures takes longest."""
+    """All routes. Made once for all apps, as the framework takes long to read their signatures."""
     together = APIRouter()
     for router in ROUTERS:
         _require_rules(router)
@@ -102,7 +102,7 @@ def _routes() -> Sequence[BaseRoute]:
 
 
 def _require_rules(router: APIRouter) -> None:
-    """A route without a rule would be closed; better to notice before it is deployed."""
+    """Raises Bug for a route without a rule: it would be closed, which should be noticed early."""
     for route in router.routes:
         if not isinstance(route, GuardedRoute) or need_of(route.endpoint) is None:
             raise Bug(f"route {getattr(route, 'path', route)} does not say who may call it")
@@ -125,7 +125,7 @@ def _schema(app: FastAPI) -> dict[str, Any]:
 
 
 def _behind(service: Service) -> Callable[[FastAPI], Any]:
-    """What a process does while it serves: writes out records, and looks for new events."""
+    """The background work of a serving process: writes records out, and looks for new events."""
 
     async def flush() -> None:
         await service.ask_store(service.registry.flush_outbox, service.store)
@@ -143,7 +143,8 @@ def _behind(service: Service) -> Callable[[FastAPI], Any]:
         try:
             yield
         finally:
-            # Cancelled, a task would leave its thread behind, at work on a database that is closed.
+            # Tasks are cancelled only if they are late: their threads would go on, with a database
+            # that is closed.
             over.set()
             _, late = await asyncio.wait(tasks, timeout=_LAST_WORK_S)
             for task in late:
@@ -158,7 +159,7 @@ async def _again_and_again(
     while not over.is_set():
         try:
             await work()
-        except Exception as why:  # noqa: BLE001  nobody else would begin it again
+        except Exception as why:  # noqa: BLE001  otherwise this work would end for good
             _log.warning("service.behind", error=type(why).__name__, reason=why)
         with suppress(TimeoutError):
             async with asyncio.timeout(every_s):

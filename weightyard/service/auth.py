@@ -1,4 +1,4 @@
-"""Who is asking, and whether they may. Every route denies what its rule does not allow."""
+"""Auth: who is asking, and whether they may. A route denies what its rule does not allow."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ class Principal:
 
     @property
     def reading(self) -> Reading | None:
-        """Which blocks may be known of; None: all."""
+        """Which blocks they may know of; None: all."""
         return None if self.projects is None else Reading(self.projects, self.who)
 
     def own_key(self, key: str) -> str:
-        """Idempotency keys of different callers never meet, so none learns of another's work."""
+        """The key with the caller mixed in, so that none learns of another's work by its key."""
         return hashlib.sha256(f"{self.who}\0{key}".encode("utf-8", "surrogatepass")).hexdigest()
 
     def require(self, role: Role, project: str | None) -> None:
@@ -69,11 +69,11 @@ class Principal:
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """The rule of a route: which role, in the project its path names or wherever one has any."""
+    """The rule of a route: the role needed in the project its path names, or else in any one."""
 
     role: Role
     everywhere: bool = False
-    """Needs rights in all projects: what concerns the whole yard."""
+    """Whether one needs it in all projects, since the route concerns the whole yard."""
 
 
 def needs(role: Role, *, everywhere: bool = False) -> Callable[[_Endpoint], _Endpoint]:
@@ -135,12 +135,12 @@ async def _authorize(request: Request, need: Need | None) -> None:
 
 def _lease_id(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and len(text) < 19):
-        raise InvalidName(f"lease {text[:40]!a}: a number, as it was given")
+        raise InvalidName(f"lease {text[:40]!a}: use the id that was given, a number")
     return int(text)
 
 
 async def authenticate(service: Service, request: Request) -> Principal:
-    """Who is asking: by token, by a proxy that is trusted, or nobody while the service is open.
+    """Who is asking: told by a token or a trusted proxy; anybody while the service is open.
 
     Raises Unauthenticated, NotAllowed.
     """
@@ -180,13 +180,13 @@ def _user_by_proxy(service: Service, peer: str, headers: Headers) -> str | None:
 
 
 async def _by_proxy(service: Service, user: str) -> Principal:
-    """A user has the rights of the token of that name, else those all users have.
+    """A user has the rights of the token of that name, or else those that all users have.
 
-    Whoever's token was revoked has none: that must not give them what all users have.
+    If that token was revoked, the user has no rights at all, not even those.
     """
     try:
         name = TokenName(user)
-    except InvalidName:  # `alice/admin@REALM`, `CORP\alice`: no token can have such a name
+    except InvalidName:  # such as `alice/admin@REALM`, `CORP\alice`, which no token can have
         token = None
     else:
         token = await service.ask(service.registry.token_named, name)
@@ -200,10 +200,10 @@ async def _by_proxy(service: Service, user: str) -> Principal:
 
 
 def _require_this_host(peer: str, headers: Headers) -> None:
-    """While the service is open: a program of this host, not a web page that found its way here.
+    """Let in only programs on this host, while the service is open. Raises Unauthenticated.
 
-    A page may send requests to loopback, and by a name it controls even read the answers. A proxy
-    of this host calls from loopback for whoever called it.
+    A web page may send requests to loopback, and under a host name that it controls even read the
+    answers. A proxy on this host calls from loopback, but on behalf of anybody.
     """
     name = headers.get("host", "").lower()
     host = name[: name.index("]") + 1] if name.startswith("[") else name.partition(":")[0]
@@ -231,17 +231,17 @@ def _is_one_of(address: str, networks: tuple[str, ...]) -> bool:
 
 
 _MAX_BODY_LEVELS = MAX_LEVELS + 2
-"""What is kept lies up to two levels inside a body."""
+"""A value of `MAX_LEVELS` levels lies up to two levels inside a body."""
 
 
 class _StrictRequest(Request):
-    """Takes JSON as its specification says: no NaN, no half characters, and no NUL in texts."""
+    """Takes strict JSON only: no NaN, no halves of surrogate pairs, and no NUL in texts."""
 
     async def json(self) -> Any:
         try:
             return strict_json(await self.body(), levels=_MAX_BODY_LEVELS)
         except ValueError as why:
-            raise json.JSONDecodeError(str(why), "", 0) from None  # which the framework knows
+            raise json.JSONDecodeError(str(why), "", 0) from None  # an error the framework handles
 
 
 async def principal_of(request: Request) -> Principal:
@@ -251,12 +251,12 @@ async def principal_of(request: Request) -> Principal:
 async def upload_of(
     request: Request, upload: Annotated[str, Path(examples=["0a" * 16])]
 ) -> OpenUpload:
-    """The upload a path names, which was looked up to see whose it is."""
+    """The upload that a path names. It was looked up before, to see whose it is."""
     return cast(OpenUpload, request.state.upload)
 
 
 async def lease_of(request: Request, lease: Annotated[int, Path(ge=0, examples=[7])]) -> ReadLease:
-    """The lease a path names, which was looked up to see on what it is."""
+    """The lease that a path names. It was looked up before, to see what it is on."""
     return cast(ReadLease, request.state.lease)
 
 

@@ -52,7 +52,7 @@ InVersion = Annotated[str, Path(examples=["model.safetensors"])]
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What of something is wanted, if it is not as the client has it."""
+    """Which part of something the client wants, and what it has of it already."""
 
     range: str | None
     if_range: str | None
@@ -80,8 +80,8 @@ async def _manifest(yard: Service, model: ModelName, number: int) -> tuple[Versi
 
 
 def _manifest_schema() -> dict[str, Any]:
-    """The outline; what is inside is told by docs/format.md, and msgspec's references are not
-    those of OpenAPI."""
+    """Only the outline: docs/format.md tells the rest, and msgspec's references do not fit into an
+    OpenAPI."""
     _, components = msgspec.json.schema_components([Manifest])
     inner = components["Manifest"]
     return {
@@ -180,7 +180,7 @@ async def find_placements(
         str | None, Query(description="Only where an upload of this project would find them")
     ] = None,
 ) -> Placed:
-    """Where blocks lie, of those one may read. Of a project one may not read nothing is told."""
+    """Where blocks lie, among those one may read: nothing is told of other projects' blocks."""
     if for_project is not None:
         for_project = ModelName(for_project, "any").project
         caller.require(Role.READ, for_project)
@@ -192,7 +192,7 @@ async def find_placements(
 
 @dataclass(frozen=True, slots=True)
 class _Found:
-    """A file or block of a version, and what is said of it whether or not it is sent."""
+    """A file or block of a version, with what its headers say even if its bytes are not sent."""
 
     version: Version
     manifest: Manifest
@@ -238,7 +238,7 @@ async def _block(yard: Service, model: ModelName, number: int, block: BlockId) -
 async def file_headers(
     yard: Yard, model: Named, number: Number, path: InVersion, if_none_match: IfNoneMatch = None
 ) -> Response:
-    """What a file of a version is: how long, and which content. Its bytes are not read."""
+    """A file's length and ETag. Its bytes are not read."""
     found = await _file(yard, model, number, path)
     if is_same(if_none_match, found.tag):
         return Response(status_code=304, headers=found.headers)
@@ -283,7 +283,7 @@ async def read_block(
     block: Annotated[str, Path(examples=["5f" * 32])],
     wanted: WantedPart,
 ) -> Response:
-    """A block of a version, or a range of it: what tensors that are in no file consist of."""
+    """A block of a version, or a range of it, such as of tensors that are in no file."""
     return await _send(yard, caller, await _block(yard, model, number, BlockId(block)), wanted)
 
 
@@ -298,7 +298,7 @@ async def _send(yard: Service, caller: Principal, found: _Found, wanted: _Part) 
     if part is not None:
         headers["Content-Range"] = f"bytes {span.start}-{span.end - 1}/{found.bytes}"
     ref = found.version.ref
-    with suppress(NoSuchThing):  # removed, and read under a lease: there is nothing to note
+    with suppress(NoSuchThing):  # a removed version, read under a lease: its use is not noted
         await yard.note_use(ref, yard.registry.mark_used, Ref.parse(ref))
     return SentFile(
         FileBody(yard, found.manifest, found.extents, span),
@@ -392,8 +392,8 @@ Stale = Annotated[
     str | None,
     Query(
         pattern=r"^[0-9a-f]{1,64}$",
-        description="The stamp of an answer by which nothing could be read: what is known since "
-        "is answered, or the store is asked again",
+        description="The stamp of an answer by which something could not be read: a newer answer "
+        "is given, for which the store may be asked again",
     ),
 ]
 
@@ -408,11 +408,11 @@ async def locations(
     number: Number,
     stale: Stale = None,
 ) -> Response:
-    """Where all packs of a version lie and what it takes to read them: for readers that go to the
-    DataNodes and to no NameNode. Packs that are gone meanwhile are left out."""
+    """Where all packs of a version lie, with what it takes to read them: for readers that reach
+    DataNodes, but no NameNode. Packs that are gone by now are left out."""
     _require_telling(yard)
     version, manifest = await _manifest(yard, model, number)
-    # Who may read more projects may be told of more packs, so they do not share an answer.
+    # Callers that may read different projects may be told of different packs: one answer for each.
     key = (version.digest, None if caller.projects is None else frozenset(caller.projects))
 
     def make(is_forced: bool) -> Answer:
@@ -429,7 +429,7 @@ async def locations(
 @router.get("/about/location", response_class=Response, responses=_LOCATED)
 @needs(Role.READ)
 async def location(request: Request, yard: Yard, stale: Stale = None) -> Response:
-    """Where the yard's own file lies, by which readers find out whether they reach DataNodes."""
+    """Where `yard.json` lies: by reading it, readers find out whether they reach DataNodes."""
     _require_telling(yard)
 
     def make(is_forced: bool) -> Answer:

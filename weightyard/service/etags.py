@@ -1,4 +1,4 @@
-"""ETags: what a client saw, so that it changes only that."""
+"""ETags: name the state that a client saw, so that it changes, or fetches, only what fits it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from weightyard.transfer.catalogue import ANYTHING, Anything
 
 _TAG = re.compile(r'(?:W/)?"([\x21\x23-\x7e]{0,128})"')
 
-# As long as all headers together may be: whoever kept many answers names the ETags of all.
+# As long as all headers together may be: a client that kept many answers names all their ETags.
 IfMatch = Annotated[str | None, Header(description="Do it only if this is the ETag now")]
 IfNoneMatch = Annotated[
     str | None, Header(description="`*`: only if there is nothing yet; or ETags")
@@ -31,12 +31,12 @@ def one_tag(header: str | None) -> str | None:
         return None
     found = _TAG.fullmatch(header.strip())
     if found is None or header.strip().startswith("W/"):
-        raise Refused("If-Match takes one ETag, as it was given")
+        raise Refused("If-Match takes one ETag, exactly as it was given")
     return found[1]
 
 
 def record_tag(record: Record) -> str:
-    """Differs whenever anything of a record does."""
+    """An ETag that differs whenever anything in a record does."""
     return hashlib.blake2s(record.model_dump_json().encode(), digest_size=16).hexdigest()
 
 
@@ -48,7 +48,7 @@ def expected_number(if_match: str | None, if_none_match: str | None) -> int | An
     """Where an alias is expected to be: a version, nowhere (None), or anywhere. Raises Refused."""
     if if_none_match is not None:
         if if_none_match.strip() != "*" or if_match is not None:
-            raise Refused("If-None-Match takes `*` here, and no If-Match beside it")
+            raise Refused("If-None-Match takes only `*` here, and no If-Match beside it")
         return None
     tag = one_tag(if_match)
     if tag is None:
@@ -59,7 +59,7 @@ def expected_number(if_match: str | None, if_none_match: str | None) -> int | An
 
 
 def tagged(response: Response, tag: str, if_none_match: str | None = None) -> Response | None:
-    """Give an answer its ETag. What to answer instead, if the client has it already."""
+    """Give an answer its ETag. Returns a 304 to send instead if the client has it already."""
     response.headers["ETag"] = quoted(tag)
     if not is_same(if_none_match, tag):
         return None
@@ -67,7 +67,7 @@ def tagged(response: Response, tag: str, if_none_match: str | None = None) -> Re
 
 
 def is_same(if_none_match: str | None, tag: str) -> bool:
-    """Whether the client has what it asks for, and need not be sent it."""
+    """Whether the client has what it asks for already, by its If-None-Match."""
     if if_none_match is None:
         return False
     tags = {found[1] for found in _TAG.finditer(if_none_match)}

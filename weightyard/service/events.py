@@ -1,4 +1,4 @@
-"""Events over REST: a stream that is picked up where it broke off."""
+"""Events over REST: a stream that a client can resume where it broke off."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _BATCH = 500
 _SIGN_OF_LIFE_S = 15.0
 _MAX_LISTENERS = 1000
 _ASKED_AGAIN_S = 15.0
-"""How long a listener is taken for who it was: its token may have been revoked meanwhile."""
+"""How often a listener is authenticated again: its token may have been revoked meanwhile."""
 _LONGEST_S = 3600.0
-"""Then the stream ends, and the client comes back with the id of the last event it saw."""
+"""When a stream ends. The client comes back with the id of the last event it saw."""
 
 
 _SENT = {
@@ -36,7 +36,7 @@ _SENT = {
     "properties": {name: {"type": "string"} for name in ("id", "event", "data")},
     "required": ["id", "event", "data"],
 }
-"""What OpenAPI says of a stream before its version 3.2: each event in it."""
+"""The schema of each event in the stream: before version 3.2, OpenAPI has none for a stream."""
 
 
 @router.get(
@@ -61,19 +61,21 @@ async def listen(
     request: Request,
     last_event_id: Annotated[str | None, Header(max_length=30)] = None,
     after: Annotated[
-        str | None, Query(max_length=30, description="As Last-Event-ID, for the first time")
+        str | None, Query(max_length=30, description="As Last-Event-ID, where that is not sent")
     ] = None,
-    for_s: Annotated[float, Query(ge=0, le=_LONGEST_S, description="End it then")] = _LONGEST_S,
+    for_s: Annotated[
+        float, Query(ge=0, le=_LONGEST_S, description="End it after so many seconds")
+    ] = _LONGEST_S,
 ) -> StreamingResponse:
     """What happens in the projects one may read, as it happens.
 
-    `Last-Event-ID` (or `after`) goes on after an event; without it the stream begins now.
+    With `Last-Event-ID` (or `after`) the stream begins after that event; without, it begins now.
     """
     last = number_after(last_event_id if last_event_id is not None else after)
     newest = await yard.ask(yard.registry.newest_event)
     if last is None:
         last = newest
-    elif last > newest:  # the registry was rebuilt since, and all that it tells of is new
+    elif last > newest:  # the registry was rebuilt since: all its events are new to the client
         last = 0
     if yard.listeners >= _MAX_LISTENERS:
         raise StoreUnavailable(f"{_MAX_LISTENERS} listen already: try another service")
@@ -95,7 +97,7 @@ async def _stream(
             if clock() - known_at >= _ASKED_AGAIN_S:
                 known_at = clock()
                 caller = await authenticate(yard, request)
-            # All there is, seen or not by this caller, so that the next question is a short one.
+            # Advanced past events this caller may not see, too, so that the next query is short.
             newest = yard.wake.newest
             found = await yard.ask(
                 yard.registry.events, last, projects=caller.projects, limit=_BATCH
@@ -112,14 +114,14 @@ async def _stream(
             if not await yard.wake.later_than(last, min(left, _SIGN_OF_LIFE_S)):
                 yield ": still here\n\n"
     except YardError:
-        return  # the answer has begun: it ends here, and the client asks again
+        return  # too late for a problem: the stream ends, and the client asks again
     finally:
         yard.listeners -= 1
         yard.metrics.listeners.set(yard.listeners)
 
 
 def _as_text(event: Event) -> str | None:
-    """The event as it is sent; None if it cannot be, so that those after it are."""
+    """The event as it is sent; None if it cannot be: it must not keep back those after it."""
     try:
         data = event.model_dump_json()
     except PydanticSerializationError as why:

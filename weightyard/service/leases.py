@@ -1,4 +1,4 @@
-"""Read leases over REST: a reader that goes on for long says so, and its bytes stay."""
+"""Read leases over REST: a reader that takes long holds one, so that its version's bytes stay."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def take_lease(
 ) -> ReadLease:
     """Keep a version's bytes for a reader, even if the version is removed meanwhile.
 
-    Only who took it, or an admin, may renew or end it.
+    Only whoever took it, or an admin, may renew or end it.
     """
     return await yard.ask(
         yard.registry.take_lease, Ref(model, number), body.holder, body.seconds, who=caller.who
@@ -32,7 +32,7 @@ async def take_lease(
 @router.put("/leases/{lease}")
 @needs(Role.READ)
 async def renew_lease(yard: Yard, held: Held, body: LeaseRenewed) -> ReadLease:
-    """Keep them for longer. Not found: the lease has ended, and the bytes may go."""
+    """Keep the bytes for longer. If not found, the lease has ended, and the bytes may go."""
     return await yard.ask(yard.registry.renew_lease, held.id, body.seconds)
 
 

@@ -1,4 +1,4 @@
-"""Limits: how long a request's line, headers and body may be, on the bytes as they come."""
+"""Limits: how long a request's line, headers and body may be, counted as bytes arrive."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from weightyard.format.pack import PACK_LIMIT_BYTES
 from weightyard.service import problems
 
 MAX_TARGET_BYTES = 8 * KIB
-"""Of path and query, as sent."""
+"""How long path and query may be, as sent."""
 
 MAX_HEADERS_BYTES = 32 * KIB
 MAX_HEADERS = 100
 
 MAX_BODY_BYTES = MIB
-"""Of a request, unless it is listed below."""
+"""How long the body of a request may be, unless its path is listed below."""
 
 IDLE_S = 60.0
 """How long a body may pause."""
@@ -34,7 +34,7 @@ _LONGER_BODIES: tuple[tuple[re.Pattern[str], int | None], ...] = (
     (re.compile(r"/api/v1/uploads/[^/]+/packs"), 32 * MIB),
     (re.compile(r"/api/v1/uploads/[^/]+/packs/[^/]+"), PACK_LIMIT_BYTES),
     (re.compile(r"/api/v1/uploads/[^/]+/manifests/[^/]+"), MAX_STORED_BYTES),
-    # Counted by the spool, which knows how much room there is.
+    # The spool counts these: it knows how much room there is.
     (re.compile(r"/api/v1/uploads/[^/]+/files/.*", re.DOTALL), None),
 )
 
@@ -63,7 +63,7 @@ class Limits:
             )
             await problems.answer(Request(scope), why)(scope, receive, send)
             return
-        if "\ufffd" in scope["path"]:  # what a server makes of bytes that are not UTF-8
+        if "\ufffd" in scope["path"]:  # the server puts this for bytes that are not UTF-8
             why = InvalidName("the path is not UTF-8")
             await problems.answer(Request(scope), why)(scope, receive, send)
             return
@@ -71,7 +71,7 @@ class Limits:
 
 
 class _Body:
-    """Receives a body, counting; whatever Content-Length said."""
+    """Receives a body and counts its bytes, whatever Content-Length said."""
 
     def __init__(self, receive: Receive, limit_bytes: int | None) -> None:
         self._receive = receive
@@ -91,7 +91,7 @@ class _Body:
             self._bytes += len(message.get("body", b""))
             self._done = not message.get("more_body", False)
             if self._limit_bytes is not None and self._bytes > self._limit_bytes:
-                # The framework passes this on from wherever the body is being read.
+                # The framework turns this into an answer, wherever the body is being read.
                 raise HTTPException(
                     HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
                     f"the body of this request has at most {self._limit_bytes} bytes",

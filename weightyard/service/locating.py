@@ -24,18 +24,18 @@ from weightyard.transfer.learned import learned_of
 from weightyard.transfer.locations import Locations
 
 LIFE_S = 150.0
-"""With what locations may be old already when an answer is made, far less than a token's life,
-which is ten hours unless a cluster is set otherwise."""
+"""How long an answer is kept at most. Even with locations in it that were known before, it is used
+for far less than a block token's life, which is ten hours unless a cluster is set otherwise."""
 
 MOST_ANSWERS = 256
 MOST_BYTES = 64 * MIB
-"""Of all answers that are kept, compressed."""
+"""How many bytes all answers kept may have, compressed."""
 
 _MADE_AT_ONCE = 2
 _LOCATED_AT_ONCE = 8
 _LEAST_REST_S, _LONGEST_REST_S = 2.0, 20.0
 _REST = 4.0
-"""How long the NameNode is left alone after an answer, in times of what that one took."""
+"""How long the NameNode is left alone after an answer: so many times as long as that one took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +45,22 @@ class Answer:
     stamp: str
     compressed: bytes
     until: float
-    """On time.monotonic's clock."""
+    """On the clock of time.monotonic."""
     rests_until: float
-    """No reader has it made anew before."""
+    """It is not made anew before that."""
 
 
 Making = Callable[[bool], Awaitable[Answer]]
-"""Makes an answer; True: of what the NameNode says now, whatever is known."""
+"""Makes an answer; with True, the NameNode is asked even for what is known."""
 
 
 class Answers:
     """Answers kept for a while. Used from the event loop only.
 
-    Who finds none has it made; who comes meanwhile waits for the same one. Who names a stamp as
-    stale gets another answer, which is not made anew more often than the NameNode can bear: the
-    crowd that notices at the same time shares one, and what comes too soon waits.
+    A caller that finds no answer has one made; callers that come meanwhile wait for the same one. A
+    caller for whom an answer is stale, which it names by its stamp, gets another one. That is not
+    made more often than the NameNode can bear: a crowd that asks for it together shares one, and a
+    caller that comes too soon waits.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -81,7 +82,7 @@ class Answers:
             task = asyncio.create_task(self._make(key, make, known if is_forced else None))
             self._being_made[key] = task
             task.add_done_callback(lambda done: self._made(key, done))
-        # The others still want it when the one who began goes away.
+        # Shielded: the others still want it when the caller that began it goes away.
         return await asyncio.shield(task)
 
     async def _make(self, key: Hashable, make: Making, stale: Answer | None) -> Answer:
@@ -100,7 +101,7 @@ class Answers:
     def _made(self, key: Hashable, task: asyncio.Task[Answer]) -> None:
         self._being_made.pop(key, None)
         if not task.cancelled():
-            task.exception()  # those who waited have it; if nobody did, it is nobody's
+            task.exception()  # callers get it; if none waits any more, asyncio must not warn of it
 
     def _forget(self, key: Hashable) -> None:
         if (old := self._known.pop(key, None)) is not None:
@@ -108,7 +109,9 @@ class Answers:
 
 
 def make_answer(store: Store, paths: Sequence[StorePath], is_forced: bool) -> Answer:
-    """Ask where files lie that nobody asked for lately. Those that are gone are left out.
+    """Find out where files lie; only those not asked for lately are asked for, unless `is_forced`.
+
+    Files that are gone are left out.
 
     Raises TooLarge, StoreUnavailable.
     """
@@ -140,7 +143,7 @@ def _recent(known: Locations, path: StorePath) -> Location | None:
 
 
 def _life_s(locations: Iterable[Location]) -> float:
-    """How long all tokens in locations can still be used."""
+    """How long all block tokens in the locations can still be used."""
     ends = [
         span.access.token.expires_s
         for location in locations

@@ -1,4 +1,4 @@
-"""Manifests out of the store, the last few kept: they never change."""
+"""Manifests: reads them from the store, and keeps those used last, since they never change."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from weightyard.storage.store import Store
 from weightyard.transfer.publish import read_manifest
 
 _MOST_ENTRIES = 640_000
-"""Blocks, files and tensors of all manifests that are kept; a larger one is read each time."""
+"""How many blocks, files and tensors all kept manifests have. A larger one is not kept."""
 
 
 class Manifests:
-    """Thread-safe."""
+    """The manifests of a store. Thread-safe."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
@@ -24,7 +24,7 @@ class Manifests:
         self._entries = 0
 
     def known(self, digest: Digest) -> Manifest | None:
-        """One that is kept, for which the store is not asked."""
+        """A manifest that is kept, or None; the store is not asked."""
         with self._lock:
             if (known := self._known.get(digest)) is not None:
                 self._known.move_to_end(digest)
@@ -47,5 +47,5 @@ class Manifests:
 
 
 def _entries(manifest: Manifest) -> int:
-    # One more: even empty ones are not to be kept without end.
+    # One more, so that the number of empty ones is limited, too.
     return 1 + len(manifest.blocks) + len(manifest.files) + len(manifest.tensors)

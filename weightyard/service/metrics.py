@@ -10,7 +10,7 @@ MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Metrics:
-    """The numbers of one process; each has its own, so that several can live in one test."""
+    """The numbers of one service. Not global, so that a test can have several services."""
 
     def __init__(self) -> None:
         self._registry = CollectorRegistry()

@@ -76,21 +76,21 @@ async def set_retention(yard: Yard, caller: Caller, model: Named, body: Retentio
 @router.delete("/models/{project}/{name}/retention", status_code=204)
 @needs(Role.ADMIN)
 async def clear_retention(yard: Yard, caller: Caller, model: Named) -> None:
-    """Let gc keep all versions of a model."""
+    """Have gc keep all versions of a model."""
     await yard.ask(yard.registry.set_retention, model, None, who=caller.who)
 
 
 @router.get("/quotas/{project}")
 @needs(Role.READ)
 async def show_quota(yard: Yard, project: Project) -> Quota:
-    """What a project may have, and has."""
+    """How much a project may store, and how much it does."""
     return await yard.ask(yard.registry.quota, ModelName(project, "any").project)
 
 
 @router.put("/quotas/{project}")
 @needs(Role.ADMIN, everywhere=True)
 async def set_quota(yard: Yard, caller: Caller, project: Project, body: Limits) -> Quota:
-    """Limit what a project may have; a limit left out is lifted."""
+    """Limit what a project may store; a limit that is left out is lifted."""
     return await yard.ask(
         yard.registry.set_quota,
         ModelName(project, "any").project,

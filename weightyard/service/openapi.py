@@ -1,4 +1,4 @@
-"""The OpenAPI of the service, completed: examples, the problems of each operation, headers."""
+"""OpenAPI: completes the service's schema with examples, problems of each operation, headers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _NEVER_CONFLICTS = re.compile(r"/(placements|used|leases|heartbeat)\b")
 _STORES = re.compile(r"/uploads/{upload}/(files|packs|manifests|commit)\b")
 _METHODS = frozenset(("get", "head", "put", "post", "patch", "delete"))
 
-ETAG = {"ETag": {"description": "Of what is answered", "schema": {"type": "string"}}}
+ETAG = {"ETag": {"description": "The ETag of the answer", "schema": {"type": "string"}}}
 LOCATION = {"Location": {"description": "Where the version is", "schema": {"type": "string"}}}
 CONTENT_RANGE = {
     "Content-Range": {
@@ -46,9 +46,9 @@ CONTENT_RANGE = {
 }
 AS_THE_CLIENT_HAS_IT: dict[str, Any] = {"description": "As the client has it", "headers": ETAG}
 TAGGED: dict[int | str, dict[str, Any]] = {200: {"headers": ETAG}}
-"""What a route says whose answers have an ETag."""
+"""The responses of a route whose answers have an ETag, …"""
 CACHED: dict[int | str, dict[str, Any]] = {**TAGGED, 304: AS_THE_CLIENT_HAS_IT}
-"""And that does not send again what the client has."""
+"""… and of one that also does not send again what the client has."""
 
 
 def complete(schema: dict[str, Any]) -> None:
@@ -86,7 +86,7 @@ _KINDS: Mapping[int, type[YardError]] = {
     503: errors.RegistryUnavailable,
     507: errors.StoreFull,
 }
-"""What each status is an example of."""
+"""An error for each status, for the example."""
 
 _HEADERS: Mapping[int, dict[str, Any]] = {
     401: {"WWW-Authenticate": {"schema": {"type": "string"}, "example": "Bearer"}},
@@ -122,7 +122,7 @@ def _declared(status: int) -> dict[str, Any]:
 
 
 def _failing(method: str, path: str, operation: Mapping[str, Any]) -> Iterator[int]:
-    """The problems an operation may answer with; rare ones are under `default`."""
+    """The statuses of problems an operation may answer with; rare ones are under `default`."""
     if operation.get("security") == []:
         return
     taken = {one["name"].lower() for one in operation.get("parameters", ())}
@@ -156,7 +156,7 @@ def _add_examples(operation: dict[str, Any]) -> None:
 
 
 def _example(schema: Mapping[str, Any]) -> Any:
-    """A value such a schema describes; None if there is none here."""
+    """An example of a value that a schema describes; None if there is none."""
     for option in schema.get("anyOf", ()):
         if (found := _example(option)) is not None:
             return found

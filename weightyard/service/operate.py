@@ -29,7 +29,7 @@ open_router = APIRouter(tags=["operate"], responses=RESPONSES)
 
 _READY_KEPT_S = 2.0
 _LOOK_S = 3.0
-"""How long database and store may take to answer; those who probe wait for little longer."""
+"""How long database and store may take to answer: those who probe do not wait much longer."""
 
 
 class Health(BaseModel):
@@ -48,7 +48,7 @@ class Readiness(BaseModel):
 
 @open_router.get("/health")
 async def health() -> Health:
-    """The process runs. Says nothing of what it needs."""
+    """The process runs. Says nothing of the database and the store, which it needs."""
     return Health()
 
 
@@ -69,7 +69,7 @@ async def health() -> Health:
 )
 async def ready(yard: Yard) -> Response:
     """The process can serve: its database and its store answer, within three seconds each."""
-    async with yard.looking:  # anybody may ask, as often as they like: that must not cost threads
+    async with yard.looking:  # one at a time: anybody may ask, which must not take all threads
         known = yard.readiness
         if known is None or time.monotonic() - known[0] > _READY_KEPT_S:
             found = await yard.ask(_look, yard)

@@ -1,4 +1,4 @@
-"""Problems: every error as RFC 9457 says. The one map from errors to statuses."""
+"""Problems: answers every error as RFC 9457 says. The one place that maps errors to statuses."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ RESPONSES: dict[int | str, dict[str, Any]] = {
 def status_of(error: YardError, method: str) -> HTTPStatus:
     """The status an error is answered with.
 
-    Damaged bytes are the yard's fault where they are read, and the request's where it names them.
+    For damaged bytes, a request that reads is not to blame, but one that sent or named them is.
     """
     if isinstance(error, Damaged) and method not in ("GET", "HEAD"):
         return HTTPStatus.UNPROCESSABLE_ENTITY
@@ -125,7 +125,7 @@ def status_of(error: YardError, method: str) -> HTTPStatus:
 
 
 def answer(request: Request, error: YardError) -> Response:
-    """A problem that tells what may be told."""
+    """The answer to an error, with as much of it as callers may know."""
     status = status_of(error, request.method)
     detail = str(error)
     if isinstance(error, RegistryUnavailable | Bug) or type(error) is YardError:
@@ -143,13 +143,13 @@ def answer(request: Request, error: YardError) -> Response:
 
 
 def is_told(value: object) -> bool:
-    """Whether a problem carries such a value of its error: a number, a text, or a few numbers."""
+    """Whether a problem carries this value of its error: a number, a text, or a few numbers."""
     if isinstance(value, tuple):
         return len(value) <= MAX_TOLD and all(isinstance(one, int) for one in value)
     return value is None or isinstance(value, int | str)
 
 
-_IN_THE_LOG = "something that cannot happen did: the service's log has it under this request id"
+_IN_THE_LOG = "the service has a bug: its log tells more under this request id"
 
 
 def install(app: FastAPI) -> None:

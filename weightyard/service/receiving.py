@@ -1,4 +1,4 @@
-"""Receiving from those who cannot reach the store: packs as they are, and files to be packed."""
+"""Receiving, from clients that cannot reach the store: finished packs, and files to be packed."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def store_file(
 
 
 def assemble(received: Sequence[bytes]) -> Manifest:
-    """One version from the files received, each kept as a manifest of its own. Raises Refused."""
+    """One manifest from those of the files received, each of which has its own. Raises Refused."""
     if not received:
         raise Refused("no file was sent for this upload: PUT …/files/{path} first")
     files = [manifests.decode(stored, None) for stored in received]
@@ -108,7 +108,7 @@ def config_in(yard: Service, manifest: Manifest) -> dict[str, Any] | None:
 def store_pack(
     yard: Service, upload: RegistryUpload, publication: Publication, pack: PackId, file: Path
 ) -> None:
-    """Put a pack a client made into the store, once every block was decoded and has its name.
+    """Put a client's pack into the store, after every block was decoded and its id checked.
 
     Raises PackInvalid, UnknownFormat, BlockCorrupt, BlockMissing.
     """
@@ -123,7 +123,7 @@ def store_pack(
         source.read_into(placement.offset, part)
         require_block(encoding, part, base_of(encoding))
     options = FileOptions(publication.replication, source.length, publication.policy)
-    # A request that was cut off may have left a file: every one gets a name of its own.
+    # A staging name that was not used before: a request that was cut off may have left a file.
     with yard.store.stage(layout.staging(upload.id, secrets.token_hex(16)), options) as stage:
         for start in range(0, source.length, _PIECE_BYTES):
             stage.write(source.read_at(start, min(_PIECE_BYTES, source.length - start)))
@@ -140,7 +140,10 @@ def store_pack(
 def _held_bases(
     yard: Service, upload: RegistryUpload, placements: Sequence[Placement]
 ) -> Callable[[Encoding], memoryview | None]:
-    """Reads the bases of deltas: those its caller may read, whole, held for the upload."""
+    """Returns a reader of deltas' bases, for those that the caller may read and that lie whole.
+
+    They are claimed, and so held for the upload.
+    """
     wanted = {placement.encoding.base for placement in placements} - {None}
     held = upload.claim([base for base in wanted if base is not None]) if wanted else {}
     reader = Reader(yard.store, yard.registry, threads=2)
@@ -163,7 +166,7 @@ def _held_bases(
 def put_manifest(
     yard: Service, upload: RegistryUpload, publication: Publication, digest: Digest, file: Path
 ) -> None:
-    """Put a manifest a client made into the store. Raises ManifestInvalid, UnknownFormat."""
+    """Put a client's manifest into the store. Raises ManifestInvalid, UnknownFormat."""
     stored = file.read_bytes()
     manifests.decode(stored, digest)
     replicas = least_replicas(yard.store, publication.replication)
@@ -178,7 +181,7 @@ def check_pack(
     placements: Sequence[Placement],
     replicas: int,
 ) -> None:
-    """Hold what a client says of a pack against the pack in the store: length, index, copies.
+    """Compare what a client says of a pack with the pack in the store: length, index, copies.
 
     Raises PackInvalid, FileMissing, UnderReplicated.
     """

@@ -1,6 +1,6 @@
-"""Runs over REST: taking one over, the ranks of a checkpoint, which checkpoints stay.
+"""Runs over REST: taking one over, the ranks of a checkpoint, retention of checkpoints.
 
-Whoever may write a run also says which of its checkpoints go; of a model's versions admins do.
+Whoever may write a run may set its retention; that of a model only admins may set.
 """
 
 from __future__ import annotations
@@ -57,11 +57,11 @@ async def begin_generation(
         Header(
             min_length=1,
             max_length=128,
-            description="Repeated with the same key, it is taken over once",
+            description="Repeating this with the same key takes the run over only once",
         ),
     ] = None,
 ) -> Run:
-    """Take a run over; it is made if it is new. Who had it before cannot commit any more."""
+    """Take a run over, or begin a new one. Whoever had it before cannot commit any more."""
     expect = None if body is None else body.expect
     key = None if idempotency_key is None else caller.own_key(idempotency_key)
     return await yard.ask(
@@ -72,7 +72,7 @@ async def begin_generation(
 @router.get("/uploads/{upload}")
 @needs(Role.WRITE)
 async def join_upload(yard: Yard, opened: Opened) -> OpenedUpload:
-    """An upload that another process of the same writer opened. Gone: it has ended."""
+    """An upload that another process of the same writer opened. 410 if it has ended."""
     await yard.ask(yard.registry.join_upload, opened.upload)
     return OpenedUpload(
         id=opened.upload.hex,
@@ -119,7 +119,7 @@ async def clear_retention(yard: Yard, caller: Caller, model: Named) -> None:
 @router.post(_RUN + "/retention/apply")
 @needs(Role.WRITE)
 async def apply_to_run(yard: Yard, caller: Caller, model: Named) -> Page[str]:
-    """Remove now the checkpoints that the run's retention lets go; the refs of them."""
+    """Remove now the checkpoints that the run's retention lets go; the answer has their refs."""
     await yard.ask(yard.registry.run, model)
     return await _apply(yard, caller, model)
 
@@ -127,7 +127,7 @@ async def apply_to_run(yard: Yard, caller: Caller, model: Named) -> Page[str]:
 @router.post("/models/{project}/{name}/retention/apply")
 @needs(Role.ADMIN)
 async def apply_to_model(yard: Yard, caller: Caller, model: Named) -> Page[str]:
-    """Remove now the versions that the model's retention lets go; the refs of them."""
+    """Remove now the versions that the model's retention lets go; the answer has their refs."""
     return await _apply(yard, caller, model)
 
 

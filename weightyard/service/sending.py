@@ -1,4 +1,4 @@
-"""Sending a file: blocks are read a window at a time, one ahead, and go out as they are ready."""
+"""Sending a file, a window at a time: while one is sent, the next is being read."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = Log(__name__)
 WINDOW_BYTES = 16 * MIB
 _SEND_BYTES = MIB
 _SEND_TIMEOUT_S = 60.0
-"""How long a client may take for one piece; after that it is not there any more."""
+"""How long a client may take to receive one piece; after that it is taken for gone."""
 
 _READ_THREADS = 4
 
@@ -34,7 +34,7 @@ _READ_THREADS = 4
 def wanted_in(
     manifest: Manifest, extents: Sequence[Extent], span: Span, into: memoryview
 ) -> Iterator[Wanted]:
-    """What of which block makes up a span of a file, or of what else has these extents."""
+    """The parts of blocks that make up a span of a file, or of anything with these extents."""
     at = 0
     for extent in extents:
         begin, end = max(span.start, at), min(span.end, at + extent.length)
@@ -72,7 +72,7 @@ class FileBody:
                 yield data
         finally:
             if ahead is not None:
-                # Cancelled, it would leave its thread at work, and nobody would count that.
+                # Not cancelled: its thread would go on, without being counted as at work.
                 await asyncio.gather(ahead, return_exceptions=True)
 
     def _begin(self, window: Span) -> asyncio.Task[memoryview]:
@@ -85,7 +85,7 @@ class FileBody:
 
 
 class _Leaving:
-    """Sees when the client goes away: servers take what is sent to nobody without a word."""
+    """Notices when the client goes away: for the server it is no error to send to nobody."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive = receive
@@ -99,17 +99,17 @@ class _Leaving:
         self._task.cancel()
 
     async def _watch(self) -> None:
-        with suppress(HTTPException):  # a body, which nobody asked for and nobody reads
+        with suppress(HTTPException):  # for a bad body, of which these requests need none
             while (await self._receive())["type"] != "http.disconnect":
                 pass
             self.is_gone = True
 
 
 class SentFile(Response):
-    """A file's bytes as an answer. Begins only when the first of them are there.
+    """A file's bytes as an answer. It begins only when the first of them are there.
 
-    So a version that cannot be read is a problem, not an answer that breaks off; one that breaks
-    off later is shorter than its Content-Length, which no client takes for whole.
+    So a version that cannot be read is answered by a problem. An answer that breaks off later is
+    shorter than its Content-Length, so that no client takes it for whole.
     """
 
     def __init__(
@@ -153,7 +153,7 @@ class SentFile(Response):
             except (YardError, TimeoutError) as why:
                 if not begun:
                     raise
-                # Nothing more can be said but by ending the connection short of its length.
+                # Too late for a problem: only the missing bytes can tell that something went wrong.
                 _log.warning("file.broke_off", id=scope["weightyard.request_id"], reason=why)
                 return
             if not begun:

@@ -1,4 +1,4 @@
-"""Serving: from a store and a database to a process that answers."""
+"""Serving: makes a service of a store and a database, and runs it."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _BACKLOG = 1024
 
 
 def open_service(store: Store, database: Database, settings: Settings, host: str) -> Service:
-    """A service on this yard, for this address.
+    """A service of this yard, for the address `host`.
 
     Raises SchemaUnknown, saying which command to run; ForeignStore; NotAllowed if there is no
-    token yet, unless this is an embedded yard and the address is this host's own.
+    token yet, unless this is an embedded yard and the address is loopback.
     """
     registry = Registry(database, store=store, who="service")
     bound = binding.bind(database, store)
     if settings.proxy_header is not None and not settings.proxy_addresses:
         raise BadSetting(
-            "WEIGHTYARD_PROXY_HEADER is believed only from WEIGHTYARD_PROXY_ADDRESSES: set those"
+            "WEIGHTYARD_PROXY_HEADER is believed only from WEIGHTYARD_PROXY_ADDRESSES: set both"
         )
     on_loopback = host == "localhost" or is_loopback(host)
     is_embedded = folder_of(store) is not None and database.is_sqlite
@@ -59,7 +59,7 @@ def open_service(store: Store, database: Database, settings: Settings, host: str
 
 
 def listening(host: str, port: int) -> socket.socket:
-    """A socket that is listened on; port 0 takes a free one. Raises BadSetting if it is taken."""
+    """A listening socket; port 0 takes a free port. Raises BadSetting if the port is taken."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -70,7 +70,7 @@ def listening(host: str, port: int) -> socket.socket:
     found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         found.bind(address)
-        found.listen(_BACKLOG)  # who is told the URL may come before the first answer can
+        found.listen(_BACKLOG)  # clients that are told the URL may connect before uvicorn is up
     except OSError as why:
         found.close()
         raise BadSetting(f"{host}:{port}: {why.strerror}: choose another --port") from None
@@ -82,10 +82,10 @@ def serve(service: Service, on: socket.socket, ready: Callable[[str], None]) -> 
     """Answer until the process is told to stop. `ready` is called with the URL."""
     config = uvicorn.Config(
         create_app(service),
-        access_log=False,  # each request has a line of its own, without names or query
+        access_log=False,  # `Tracing` logs each request, without names or query
         log_config=None,
         server_header=False,
-        proxy_headers=False,  # who is asking is decided by the address that really connected
+        proxy_headers=False,  # `auth` trusts only the address that really connected
         h11_max_incomplete_event_size=64 * KIB,
         timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=_GRACE_S,
@@ -100,7 +100,7 @@ def serve(service: Service, on: socket.socket, ready: Callable[[str], None]) -> 
 
 
 class _Server(uvicorn.Server):
-    """Ends the event streams first: they would go on for as long as their listeners like."""
+    """Ends the event streams first: otherwise they would go on while anybody listens."""
 
     def __init__(self, config: uvicorn.Config, service: Service) -> None:
         super().__init__(config)

@@ -33,7 +33,8 @@ class Spool:
         return SpooledFile(self, self._folder)
 
     def take(self, more_bytes: int, so_far_bytes: int) -> None:
-        """Raises TooLarge if one file needs it all, StoreUnavailable if others use it now."""
+        """Take space for a file. Raises TooLarge if it needs more than all there is, and
+        StoreUnavailable if others use the space now."""
         self._require_possible(so_far_bytes + more_bytes)
         with self._lock:
             if self._used_bytes + more_bytes > self._limit_bytes:
@@ -53,7 +54,7 @@ class Spool:
 
 
 class SpooledFile(Closing):
-    """A file being received; gone when it is closed, whatever happened.
+    """A file being received. It is gone when it is closed, whatever happened.
 
     It has no name in its folder, so a process that is killed leaves none behind.
     """
@@ -73,7 +74,7 @@ class SpooledFile(Closing):
             self._file.write(data)
 
     def finish(self) -> Path:
-        """All was written; a path to read it from in this process. Raises StoreFull."""
+        """End writing. Returns a path from which this process can read it. Raises StoreFull."""
         with _told():
             self._file.flush()
         return Path(f"/dev/fd/{self._file.fileno()}")

@@ -1,4 +1,4 @@
-"""What all routes share: the yard, and bounded threads for everything that may block."""
+"""State that all routes share: the yard, and bounded threads for everything that may block."""
 
 from __future__ import annotations
 
@@ -34,21 +34,22 @@ _T = TypeVar("_T")
 
 
 class _Threads(NamedTuple):
-    """How many calls of a kind run at once. None of them waits for threads of another kind."""
+    """How many calls of each kind run at once. None of them waits for threads of another kind."""
 
     short: int
-    """On the database: a store that is silent must not keep those waiting who do not need it."""
+    """Calls that need only the database: they must not wait for a store that does not answer."""
     stored: int
+    """Short calls that need the store."""
     bulk: int
     """Files being split, encoded and written, each of which holds up to a pack in memory."""
     sent: int
     """Windows of files being read, and packs being located."""
     commits: int
-    """They may wait for DataNodes, but must not wait for those who send files for hours."""
+    """Commits: they may wait for DataNodes, but must not wait for files that are sent for hours."""
 
 
 _THREADS = {True: _Threads(5, 2, 3, 3, 2), False: _Threads(13, 4, 6, 5, 3)}
-"""On SQLite and elsewhere; together no more than the database gives connections."""
+"""With SQLite, and with PostgreSQL: together no more than the database gives connections."""
 
 
 @dataclass
@@ -60,7 +61,7 @@ class Service:
     bound: Bound
     settings: Settings
     may_be_open: bool
-    """Whether callers on this host come in without a token, as long as none was ever made."""
+    """Whether callers on this host need no token, as long as none was ever made."""
     spool: Spool
     metrics: Metrics = field(default_factory=Metrics)
     wake: Wake = field(default_factory=Wake)
@@ -91,14 +92,14 @@ class Service:
         return await anyio.to_thread.run_sync(work, limiter=self._short)
 
     async def ask_store(self, call: Callable[_P, _T], *values: _P.args, **named: _P.kwargs) -> _T:
-        """Run a short call that needs the store, which may take long to say that it is away."""
+        """Run a short call that needs the store. If the store is down, it may take long to fail."""
         work = partial(call, *values, **named)
         return await anyio.to_thread.run_sync(work, limiter=self._stored)
 
     async def note_use(
         self, name: str, note: Callable[_P, None], *values: _P.args, **named: _P.kwargs
     ) -> None:
-        """Have a use noted, unless it was lately. What is used is served whether or not it is."""
+        """Have a use noted, unless it was noted lately. Failing to note it fails no request."""
         if not self.uses.is_new(name):
             return
         try:
@@ -127,7 +128,7 @@ def service_of(request: Request) -> Service:
 
 
 async def _service(request: Request) -> Service:
-    # The framework runs what is not async in a thread, which costs more than most requests do.
+    # Async: other functions the framework runs in threads, which costs more than most requests.
     return service_of(request)
 
 

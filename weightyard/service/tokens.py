@@ -20,7 +20,7 @@ router = APIRouter(route_class=GuardedRoute, tags=["access"], responses=RESPONSE
 @router.get("/tokens")
 @needs(Role.ADMIN, everywhere=True)
 async def list_tokens(yard: Yard, limit: Limit = 100, after: After = None) -> Page[Token]:
-    """The tokens that ever were, by name, without their secrets."""
+    """All tokens, revoked ones too, by name, without their secrets."""
     first = TokenName(after) if after is not None else None
     found = await yard.ask(yard.registry.tokens, after=first, limit=limit)
     return page(found, limit, lambda token: token.name)

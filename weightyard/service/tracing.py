@@ -25,7 +25,7 @@ _ALWAYS = {
 
 
 class Tracing:
-    """Outermost, so that nothing is answered without an id."""
+    """The outermost layer, so that nothing is answered without an id."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
         self._app = app
@@ -58,7 +58,7 @@ class Tracing:
         finally:
             self._metrics.running.dec()
             took_s = time.perf_counter() - began
-            # The template, never the path: names in labels would grow without bound.
+            # The route's template, never the path: names in labels would grow without bound.
             route = getattr(scope.get("route"), "path", "unknown")
             method = scope["method"] if scope["method"] in _METHODS else "other"
             self._metrics.requests.labels(method, route, str(status)).inc()

@@ -1,4 +1,4 @@
-"""Turnstile: so many file transfers at once, and so many for one caller."""
+"""Turnstile: limits how many files are moved at once, in all and for each caller."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Turnstile:
 
     @contextmanager
     def passed(self, who: str) -> Iterator[None]:
-        """Raises StoreUnavailable if there is no room: the caller tries again a little later."""
+        """Count a caller as inside. Raises StoreUnavailable, to be tried again, if it is full."""
         if self._inside[who] >= self._each:
             raise StoreUnavailable(f"{who} moves {self._each} files at once already: try again")
         if self._inside.total() >= self._total:

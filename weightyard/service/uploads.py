@@ -78,7 +78,8 @@ def _raw_body(description: str) -> dict[str, Any]:
 
 
 def _checked(yard: Service, caller: Principal, publication: Publication) -> Publication:
-    """Names in what a writer says are names, and of what it may see; the store can keep it so."""
+    """Returns what a writer said, if its names are valid, it may read the parent, and the store
+    can keep files as asked. Raises otherwise."""
     require_kept(yard.store, publication.replication, publication.policy)
     if publication.alias is not None:
         AliasName(publication.alias)
@@ -99,8 +100,8 @@ async def open_upload(
     model: Named,
     body: Annotated[Publication | None, Body(openapi_examples=_PUBLICATIONS)] = None,
 ) -> OpenedUpload:
-    """Begin a version of a model, which need not exist yet. What is said here may be left out
-    at the commit."""
+    """Begin a version of a model, which need not exist yet. What is said here need not be said
+    again at the commit."""
     said = _checked(yard, caller, body or Publication())
     upload = await yard.ask(yard.registry.open_upload, model, said, who=caller.who)
     return OpenedUpload(
@@ -114,7 +115,7 @@ async def open_upload(
 @router.post("/uploads/{upload}/claims")
 @needs(Role.WRITE)
 async def claim(yard: Yard, caller: Caller, opened: Opened, body: BlockList) -> Placed:
-    """Which of these blocks are in the store, of those one may read. They are kept for the
+    """Which of these blocks, among those one may read, are in the store. They are kept for the
     upload, and need not be written again."""
     found = await yard.ask(_handle(yard, caller, opened).claim, body.ids())
     return await yard.ask(placed, found)
@@ -125,8 +126,8 @@ async def claim(yard: Yard, caller: Caller, opened: Opened, body: BlockList) -> 
 async def packs(yard: Yard, caller: Caller, opened: Opened, body: PackSteps) -> None:
     """Say that packs are about to be written (`begin`), or that they are in the store (`add`).
 
-    What is said of a pack is held against the pack. May be repeated. Whoever sends packs through
-    the service may say so before (`send`), to learn whether the project's quota has room for them.
+    What is said of a pack is compared with the pack. May be repeated. Whoever sends packs through
+    the service may announce them (`send`), to learn whether the project's quota has room for them.
     """
     handle = _handle(yard, caller, opened)
     replicas = least_replicas(yard.store, opened.publication.replication)
@@ -145,7 +146,7 @@ async def packs(yard: Yard, caller: Caller, opened: Opened, body: PackSteps) -> 
 @router.post("/uploads/{upload}/heartbeat", status_code=204)
 @needs(Role.WRITE)
 async def heartbeat(yard: Yard, caller: Caller, opened: Opened) -> None:
-    """Stay alive for another lease."""
+    """Keep an upload alive, for as long as a lease lasts."""
     await yard.ask(_handle(yard, caller, opened).heartbeat)
 
 
@@ -160,7 +161,7 @@ async def begin_manifest(yard: Yard, caller: Caller, opened: Opened, body: Manif
 @router.delete("/uploads/{upload}", status_code=204)
 @needs(Role.WRITE)
 async def abandon(yard: Yard, caller: Caller, opened: Opened) -> None:
-    """Give up: what only this upload held may be collected. May be repeated."""
+    """Give an upload up: gc may collect what only it held. May be repeated."""
     await yard.ask(_handle(yard, caller, opened).abandon)
 
 
@@ -192,10 +193,10 @@ async def receive_file(
 async def receive_pack(
     yard: Yard, caller: Caller, opened: Opened, pack: Packed, request: Request
 ) -> None:
-    """Send a pack that was begun through the service, for those who cannot reach the store.
+    """Send, through the service, a pack that was begun: for clients that cannot reach the store.
 
-    Every block in it is decoded and held against its name before the pack is in the store; the
-    bases of deltas are blocks one may read. Then add it. May be repeated.
+    Every block is decoded and its id checked before the pack is put into the store; the bases of
+    deltas must be blocks one may read. Then `add` the pack. May be repeated.
     """
     name = PackId(pack)
     handle = _handle(yard, caller, opened)
@@ -214,7 +215,7 @@ async def receive_pack(
 async def receive_manifest(
     yard: Yard, caller: Caller, opened: Opened, digest: Digested, request: Request
 ) -> None:
-    """Send a manifest through the service, for those who cannot reach the store; then commit.
+    """Send a manifest through the service: for clients that cannot reach the store. Then commit.
 
     May be repeated.
     """
@@ -228,7 +229,7 @@ async def receive_manifest(
 async def _received(
     yard: Service, caller: Principal, upload: RegistryUpload, request: Request
 ) -> AsyncIterator[pathlib.Path]:
-    """The body of a request as a file of this machine. The upload stays alive meanwhile.
+    """Receive the body of a request into a local file. The upload stays alive meanwhile.
 
     Raises Refused and UploadExpired before a byte is read, TooLarge, StoreUnavailable, StoreFull.
     """
@@ -244,13 +245,13 @@ async def _received(
 
 
 def _require_whole(request: Request) -> None:
-    """See that the body is what is to be stored, not a part of it or packed. Raises Refused.
+    """See that the body is what is to be stored, not a part of it or compressed. Raises Refused.
 
     `curl --continue-at` sends only the rest of a file, which would be taken for all of it.
     """
     for name in ("Content-Range", "Content-Encoding"):
         if name in request.headers:
-            raise Refused(f"send all of it, as it is, without {name}")
+            raise Refused(f"send the whole file, as it is, without {name}")
 
 
 async def _receive(yard: Service, request: Request, file: SpooledFile) -> None:
@@ -318,7 +319,7 @@ async def commit(
 def _commit_written(
     yard: Service, handle: RegistryUpload, digest: str, publication: Publication, key: str
 ) -> Version:
-    """A version whose manifest the client wrote."""
+    """Commit a version whose manifest the client wrote."""
     manifest = read_manifest(yard.store, Digest(digest))
     for file in manifest.files:
         FilePath.of_new(file.path)
@@ -330,7 +331,7 @@ def _commit_written(
 def _commit_received(
     yard: Service, handle: RegistryUpload, publication: Publication, key: str
 ) -> Version:
-    """A version of the files the service received."""
+    """Commit a version of the files that the service received."""
     if (done := handle.committed(key)) is not None:
         return done
     try:
@@ -340,6 +341,6 @@ def _commit_received(
         replicas = least_replicas(yard.store, publication.replication)
         return publish(yard.store, handle, manifest, publication, key, min_replicas=replicas)
     except UploadExpired:
-        if (done := handle.committed(key)) is not None:  # by the same request, sent before
+        if (done := handle.committed(key)) is not None:  # the same request, sent before, did it
             return done
         raise

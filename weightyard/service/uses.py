@@ -1,4 +1,4 @@
-"""Uses: which uses this process has noted lately, so that a crowd does not write each of them."""
+"""Uses: which uses this process noted lately, so that a crowd does not write each of its own."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Uses:
         self._noted_at: dict[str, float] = {}
 
     def is_new(self, name: str) -> bool:
-        """Whether a use should be noted now; if so, the next one for a while should not."""
+        """Whether a use should be noted now. If so, it is False for the next ones, for a while."""
         now = time.monotonic()
         noted_at = self._noted_at.get(name)
         if noted_at is not None and now - noted_at < _NOTED_EVERY_S:

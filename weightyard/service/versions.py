@@ -113,8 +113,8 @@ async def cost(
 ) -> Cost:
     """What a version costs, what removing it would give back, and what it shares with whom.
 
-    Of very many that share only some are looked at; `shared_with_is_complete` says whether these
-    are all of which one may know.
+    If very many versions share its blocks, only some of them are looked at;
+    `shared_with_is_complete` says whether all that one may read are there.
     """
     kept = copies or (await yard.ask_store(yard.store.stat, layout.YARD)).replication
     found = await yard.ask(yard.registry.cost, Ref(model, number), copies=kept)
@@ -132,7 +132,7 @@ async def keep(
     yard: Yard, caller: Caller, model: Named, number: Number, body: Keeping, after: BackgroundTasks
 ) -> Version:
     """Ask for copies or an HDFS storage policy. A pack is kept as the most demanding of the
-    versions using it asks; the store follows in its own time."""
+    versions using it asks; the store is told after the answer."""
     kept = await yard.ask_store(
         yard.registry.keep_on,
         yard.store,
@@ -146,7 +146,8 @@ async def keep(
 
 
 async def _tell_store(yard: Service) -> None:
-    """Thousands of packs take longer than a client waits; what fails here gc does again."""
+    """Done after the answer: thousands of packs take longer than a client waits. If it fails, gc
+    does it again."""
     try:
         await yard.move(yard.registry.settle_replication, yard.store)
     except YardError as why:

@@ -1,4 +1,4 @@
-"""Wake: tells all event streams of a process that something new happened, with one question."""
+"""Wake: one query tells all event streams of a process that something new happened."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import asyncio
 
 
 class Wake:
-    """The newest event's id as this process knows it, to be waited for."""
+    """The newest event's id, as far as this process knows; streams wait for it to change."""
 
     def __init__(self) -> None:
         self._newest = 0
         self._changed: asyncio.Event | None = None
         self.is_over = False
-        """The process is to end, and so are its streams."""
+        """Whether the process ends, and its streams should, too."""
 
     @property
     def newest(self) -> int:
@@ -35,7 +35,7 @@ class Wake:
             self._changed = None
 
     async def later_than(self, event: int, timeout_s: float) -> bool:
-        """Wait until there is an event after this one; False if the time is over first."""
+        """Wait until there is an event after this one; False if there is none in time."""
         if self._newest > event:
             return True
         if self._changed is None:
