@@ -6,7 +6,7 @@
         yard.push("./model", "team/bert", alias="prod")
         weights = yard.load("team/bert@prod")
 
-What is not used is not imported: neither torch nor a database until something needs it.
+Nothing is imported before it is needed: neither torch nor anything for databases.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ def open(
     """Open a yard: `http(s)://…` of a service, `hdfs://…`, `viewfs://…`, `file://…` or a folder.
 
     Without a URL: what WEIGHTYARD_URL or WEIGHTYARD_STORE says, else a folder in your home.
-    `token`: for a service; without it WEIGHTYARD_TOKEN.
-    `on_unavailable="cached"`: if it does not answer, what this node last knew and has is used.
+    `token`: for a service; by default WEIGHTYARD_TOKEN.
+    `on_unavailable="cached"`: if the yard does not answer, use what this node last knew and has.
     `on_event`: is told of what happens in loads, from any thread (docs/loading.md).
 
-    Raises BadSetting and other Refused if it cannot be what is meant, Retryable if it does not
+    Raises BadSetting and other Refused if this cannot be opened as a yard, Retryable if it does not
     answer. All errors are in `weightyard.errors`, below YardError.
     """
     from weightyard.opening import open_yard
@@ -54,7 +54,7 @@ def open(
 
 
 if TYPE_CHECKING:
-    # Editors and type checkers know every option by these; what runs imports nothing.
+    # These tell editors and type checkers every option. They never run, so nothing is imported.
     def _on_default(method: Callable[Concatenate[Yard, _P], _T]) -> Callable[_P, _T]: ...
 
     push = _on_default(Yard.push)

@@ -1,4 +1,4 @@
-"""`python -m weightyard`: the command line, where its script is not on the PATH."""
+"""`python -m weightyard`: the command line, for when its script is not on the PATH."""
 
 from weightyard.cli import main
 

@@ -1,4 +1,4 @@
-"""Away: a yard that did not answer when it was opened, and is used as soon as it does."""
+"""Away: a yard that did not answer when it was opened, and that is used as soon as it does."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 _log = Log(__name__)
 
 WAIT_S = 0.5
-"""How long who asks for something waits for a look at whether the yard answers."""
+"""How long a call waits to see whether the yard answers by now."""
 
 AGAIN_S = 5.0
-"""How long after a look that found nothing the next one may begin, give or take a fifth."""
+"""How long after it last did not answer the yard may be tried again, give or take a fifth."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,11 +46,11 @@ class Opened:
 
 
 class AwayCatalogue(OfflineCatalogue):
-    """What this node remembers of a catalogue, until the yard answers; from then on that itself.
+    """What this node remembers of a catalogue, until the yard answers; then the catalogue itself.
 
-    Whoever asks for something has it looked after, in a thread, if the last look is long enough
-    ago. Only who began a look waits for it, and for no longer than WAIT_S: what it finds later is
-    for who asks next. Nothing is looked after while nobody asks. Thread-safe.
+    A call tries the yard again, in a thread, if the last try is long enough ago. Only the call that
+    began a try waits for it, and no longer than WAIT_S: what it finds later is for the next calls.
+    Without calls nothing is tried. Thread-safe.
     """
 
     def __init__(
@@ -60,15 +60,16 @@ class AwayCatalogue(OfflineCatalogue):
         why: Retryable,
         open_again: Callable[[], Opened],
     ) -> None:
-        """`why`: what the yard failed with just now. `open_again` raises Retryable while it does.
+        """`why`: the error with which the yard was not opened. `open_again` tries it once more.
 
-        What else it raises is an answer: those who ask are told.
+        It raises Retryable while the yard does not answer. Other errors are an answer, which
+        callers get.
         """
         super().__init__(remembered, why)
         self._name = name
         self._because = why
         self.on_back: Callable[[Opened], None] = lambda opened: None
-        """Is told when the yard answers, before anyone else is."""
+        """Called when the yard answers, before callers see it."""
         self._open_again = open_again
         self._lock = threading.Lock()
         self._opened: Opened | None = None
@@ -78,7 +79,7 @@ class AwayCatalogue(OfflineCatalogue):
         self._is_closed = False
 
     def itself(self) -> Catalogue | None:
-        """The yard's own catalogue, if it answers by now. Raises what it refuses with."""
+        """The yard's own catalogue, or None if it does not answer. Raises its refusal."""
         thread = self._looking() if self._opened is None else None
         if thread is not None:
             thread.join(WAIT_S)
@@ -95,7 +96,7 @@ class AwayCatalogue(OfflineCatalogue):
         return resolving(ref, within_s=within_s)
 
     def watch(self, ref: Ref, *, poll_s: float, stop: Cancel) -> Iterator[Sighting]:
-        """Why nothing can be told, again and again, until there is somebody who can."""
+        """Yields why the yard does not answer, now and then, until it does; then as the yard."""
         while not stop.is_cancelled:
             try:
                 back = self.itself()
@@ -124,12 +125,12 @@ class AwayCatalogue(OfflineCatalogue):
             super().require_asked()
 
     def require_back(self, what: str) -> None:
-        """Raises NotOnNode while it is away: for what needs the yard itself."""
+        """Raises NotOnNode while the yard is away: for `what`, which needs the yard itself."""
         if self.itself() is None:
             super().__getattr__(what)
 
     def close(self) -> None:
-        """Give up what was opened. A look that is under way is not waited for."""
+        """Close what was opened. Does not wait for a try that is under way."""
         with self._lock:
             self._is_closed = True
             opened = self._opened
@@ -141,7 +142,7 @@ class AwayCatalogue(OfflineCatalogue):
         return super().__getattr__(name) if back is None else getattr(back, name)
 
     def _looking(self) -> threading.Thread | None:
-        """Begin to look, if that is due and nobody does; the thread that does it then."""
+        """Begin a try if one is due and none is under way. Returns its thread, or None."""
         with self._lock:
             is_looking = self._thread is not None and self._thread.is_alive()
             if is_looking or self._is_closed or time.monotonic() < self._look_at:
@@ -149,7 +150,7 @@ class AwayCatalogue(OfflineCatalogue):
             thread = threading.Thread(target=self._look, name="weightyard-away", daemon=True)
             try:
                 thread.start()
-            except RuntimeError as why:  # no more threads are to be had
+            except RuntimeError as why:  # no more threads can be started
                 _log.warning("yard.not_looked_after", yard=self._name, reason=why)
                 return None
             self._thread = thread
@@ -159,7 +160,7 @@ class AwayCatalogue(OfflineCatalogue):
         why: Exception
         try:
             opened = self._open_again()
-        except Exception as failure:  # noqa: BLE001  nobody else would learn of it
+        except Exception as failure:  # noqa: BLE001  in this thread nobody would see it
             why = failure
         else:
             self._come_back(opened)

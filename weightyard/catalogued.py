@@ -1,4 +1,4 @@
-"""Catalogued: what people do with a yard that its catalogue alone does, without moving a byte."""
+"""Catalogued: the part of a yard that needs only its catalogue, and moves no bytes."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from weightyard.transfer.strict_json import checked_reason
 _T = TypeVar("_T")
 
 _PAGE = 1000
-"""Things asked for at once where all are wanted."""
+"""How many things one request asks for where all are wanted."""
 
 
 _ANNOTATED_AGAIN = 10
-"""How often, where somebody else annotates the same version at the same time."""
+"""How often to try if others annotate the same version at the same time."""
 
 
 class Catalogued(ABC):
@@ -38,7 +38,7 @@ class Catalogued(ABC):
         return self.catalogue.resolve(Ref.parse(ref))
 
     def models(self) -> list[Model]:
-        """All of them, by name; runs are not among them. Raises Retryable."""
+        """All models, by name, without runs. Raises Retryable."""
         return _all(
             lambda last: self.catalogue.models(
                 after=None if last is None else ModelName.parse(last.name), limit=_PAGE
@@ -46,7 +46,7 @@ class Catalogued(ABC):
         )
 
     def versions(self, name: str) -> list[Version]:
-        """All of a model, or all checkpoints of a run, the newest first. Raises NoSuchThing."""
+        """All versions of a model or run, the newest first. Raises NoSuchThing."""
         model = ModelName.parse(name)
         return _all(
             lambda last: self.catalogue.versions(
@@ -65,8 +65,8 @@ class Catalogued(ABC):
     ) -> Version:
         """Change what is said of a version; its content never changes.
 
-        Keys that are given are set, or taken away where their value is None; the others stay, also
-        those that somebody else sets at the same time. Raises NoSuchThing, Refused, Changed.
+        Keys that are given are set, or removed if their value is None. Other keys stay, also those
+        that somebody else sets at the same time. Raises NoSuchThing, Refused, Changed.
         """
         given = {"metrics": metrics, "tags": tags, "metadata": metadata}
         version = self.resolve(ref)
@@ -76,7 +76,8 @@ class Catalogued(ABC):
                 return self._annotate(version, message, given, expect)
             except Changed:
                 before, version = version, self.resolve(version.ref)
-                # The same twice: it is no change, a newer service tags what is not seen here.
+                # If it looks the same as before, a newer service's ETag covers fields that are not
+                # known here, so no ETag made here would fit: then without one.
                 expect = None if version.etag == before.etag else version.etag
         return self._annotate(version, message, given, expect)
 
@@ -98,7 +99,7 @@ class Catalogued(ABC):
         return annotated
 
     def delete(self, ref: str, *, reason: str = "") -> Version:
-        """Take a version out of sight; gc frees what no other needs. `reason` is kept with it.
+        """Take a version out of sight; gc frees what no other needs. `reason` is for the audit log.
 
         Raises NoSuchThing, Protected if an alias is on it or it is needed otherwise.
         """
@@ -125,13 +126,13 @@ class Catalogued(ABC):
             yard.set_alias("team/bert", "prod", 4, reason="better on the eval set", expect=3)
 
         `expect=3`: only if it is on version 3 now; `expect=0`: only if there is no such alias yet;
-        None: wherever it is. `reason` is kept in its log. Raises NoSuchThing, AliasMoved.
+        None: wherever it is. `reason` is kept in the alias's log. Raises NoSuchThing, AliasMoved.
         """
         model = ModelName.parse(name)
         if not isinstance(expect, int | None):
             raise BadSetting(f"expect={expect!r}: the number of a version, or 0 for no version")
         number = self.resolve(f"{model}@{to}").number if isinstance(to, str) else to
-        expected = ANYTHING if expect is None else expect or None  # versions count from 1
+        expected = ANYTHING if expect is None else expect or None  # 0, no version's number: None
         moved = self.catalogue.move_alias(
             model, AliasName(alias), number, reason=checked_reason(reason), expect=expected
         )
@@ -139,7 +140,7 @@ class Catalogued(ABC):
         return moved
 
     def alias_log(self, name: str, alias: str, *, as_of: datetime | None = None) -> list[AliasMove]:
-        """All moves of an alias, newest first; with `as_of` those up to then.
+        """All moves of an alias, newest first; with `as_of`, those up to that time.
 
         Empty if there never was such an alias. Raises NoSuchThing if there is no such model.
         """
@@ -155,9 +156,9 @@ class Catalogued(ABC):
         )
 
     def rollback_alias(self, name: str, alias: str, *, reason: str = "") -> AliasMove:
-        """Put an alias back on the version it was on before; done again, one further back.
+        """Put an alias back on the version it was on before. Repeated, it goes one further back.
 
-        `reason` is kept in its log. Raises NoSuchThing if it was on none before.
+        `reason` is kept in the alias's log. Raises NoSuchThing if it was on none before.
         """
         moved = self.catalogue.rollback_alias(
             ModelName.parse(name), AliasName(alias), reason=checked_reason(reason)
@@ -175,7 +176,7 @@ class Catalogued(ABC):
 
 
 def _all(page: Callable[[_T | None], list[_T]]) -> list[_T]:
-    """All that a catalogue lists: `page` gives what comes after an item, as much as fits."""
+    """All that a catalogue lists. `page` returns the next page, after the item it is given."""
     found = more = page(None)
     while len(more) == _PAGE:
         more = page(more[-1])

@@ -1,4 +1,4 @@
-"""Closing: what holds something open until it is closed, by `with` or by hand."""
+"""Closing: a base class for what `with` closes; Closed: takes the place of what was closed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Closing(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Give up what is held. Idempotent; nothing else is called afterwards."""
+        """Give up what is held. May be repeated; nothing else may be called afterwards."""
 
     def __enter__(self) -> Self:
         return self
@@ -31,13 +31,13 @@ class Closing(ABC):
 
 
 class Closed:
-    """In the place of what was closed: whatever is asked of it is refused."""
+    """Takes the place of something that was closed: everything asked of it is refused."""
 
     def __init__(self, what: str) -> None:
         self._what = what
 
     def close(self) -> None:
-        """It is."""
+        """Nothing to do: it is closed already."""
 
     def refuse(self) -> NoReturn:
         raise Refused(f"{self._what} was closed: open it again")

@@ -41,15 +41,15 @@ _LIBRARIES = (
     "sqlalchemy", "alembic", "psycopg", "fastapi", "torch", "pyarrow",
 )  # fmt: skip
 _SKEW_WARN_S, _SKEW_FAIL_S = 5.0, 240.0
-"""Kerberos refuses at five minutes."""
+"""How far clocks may differ. At five minutes Kerberos refuses."""
 _LIMIT_S = 10.0
 _LITTLE_ROOM_BYTES = 1 << 30
 _MANY_ENTRIES = 500_000
-"""A folder of HDFS holds 1,048,576 by default, and the journal is one: never emptied."""
+"""The journal is one folder that only grows; by default a folder of HDFS holds 1,048,576 files."""
 
 
 _DEDUP = {
-    Dedup.YARD: "equal content is stored once, of whichever projects it is",
+    Dedup.YARD: "equal content is stored once, whatever its projects",
     Dedup.PROJECT: "equal content is stored once in each project, and none learns of another's",
 }
 
@@ -66,7 +66,7 @@ class Finding(Record):
 def examine(
     url: str | None = None, *, token: str | None = None, settings: Settings | None = None
 ) -> Iterator[Finding]:
-    """Look at everything a yard needs, one finding after the other; none of them raises."""
+    """Look at everything a yard needs. What fails is a finding, too; nothing raises."""
     settings = settings or Settings()
     settings = settings.model_copy(update={"deadline_s": min(settings.deadline_s, _LIMIT_S)})
     yield _ok("versions", _versions())
@@ -78,8 +78,8 @@ def examine(
         return
     yield _ok("settings", _source(url, settings, chosen))
     for name, near in unknown_variables().items():
-        meant = f"did you mean {near}?" if near else "docs/cli.md lists them"
-        yield _warn("settings", f"{name} is set, but no setting is called so", meant)
+        meant = f"did you mean {near}?" if near else "docs/cli.md lists all settings"
+        yield _warn("settings", f"{name} is set, but there is no such setting", meant)
     if is_service(chosen):
         yield from _guarded("service", lambda: _service(str(chosen), token, settings))
         return
@@ -336,7 +336,7 @@ def _opened(store: Store, settings: Settings) -> Iterator[Database | None]:
 
 
 def _guarded(check: str, looks: Callable[[], Iterator[Finding]]) -> Iterator[Finding]:
-    """Findings of one kind; an error is a finding too, and ends them."""
+    """Findings of one kind. An error ends them, and is a finding itself."""
     try:
         yield from looks()
     except YardError as why:

@@ -62,8 +62,8 @@ class YardError(Exception):
     exit_code: ClassVar[int] = 1
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Ranks tell each other of errors by copies. An error copied by its arguments alone would
-        # be made by an `__init__` that takes others.
+        # Ranks send each other copies of errors. Python would make a copy by calling `__init__`
+        # with `args`, but these classes' `__init__` takes other arguments.
         return _copied, (type(self), self.args, self.__dict__)
 
 
@@ -142,13 +142,13 @@ class Conflict(YardError):
 
 
 class AlreadyThere(Conflict):
-    """A file of that name exists. It may be one's own from a lost answer: read back and compare."""
+    """A file of that name exists. It may be from a call whose answer was lost: compare it."""
 
     code = "already-there"
 
 
 class VersionMoved(Conflict):
-    """The model's newest version is not the one the publisher expected. `current` is."""
+    """The model's newest version, `current`, is not the one the publisher expected."""
 
     code = "version-moved"
 
@@ -186,8 +186,8 @@ class UploadExpired(Conflict):
 class RunTakenOver(Conflict):
     """A run is at another generation than the caller's: another process goes on with it.
 
-    Nothing was published. `current` is the run's generation: whoever is meant to go on with the
-    run begins a new one.
+    Nothing was published. `current` is the run's generation. A process that is meant to go on with
+    the run begins a new one.
     """
 
     code = "run-taken-over"
@@ -382,7 +382,7 @@ class ClusterFailed(Refused):
 
 
 class Cancelled(YardError):
-    """The caller ended the call before it was done. What was to be filled is undefined."""
+    """The caller ended the call before it was done. What buffers hold then is undefined."""
 
     code = "cancelled"
     exit_code = 130

@@ -22,7 +22,7 @@ class Log:
 
     def _log(self, level: int, event: str, given: dict[str, object]) -> None:
         if self._logger.isEnabledFor(level):
-            # As text: whoever keeps a record must not keep an error with all that it refers to.
+            # As text: a handler that keeps records must not keep errors, and all they refer to.
             fields = {key: str(value) for key, value in given.items()}
             line = " ".join([event, *map(_field, fields.items())])
             self._logger.log(level, "%s", line, extra={"event": event, "fields": fields})

@@ -1,4 +1,4 @@
-"""The names users and files go by. Parsed once, then trusted types.
+"""Names of models, aliases, files, blocks and so on: parsed once, then trusted types.
 
 No function of weightyard takes a raw string that may become part of a path: it takes one of these.
 """
@@ -186,7 +186,7 @@ class TokenName:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Step:
-    """How far a run was when a checkpoint of it was made: `step-1200`."""
+    """The step of its run at which a checkpoint was made: `step-1200`."""
 
     number: int
 
@@ -245,7 +245,7 @@ class Ref:
 
 @dataclass(frozen=True, slots=True, order=True)
 class FilePath:
-    """A path inside a version. Comes back under any folder, on any system, without leaving it."""
+    """A path inside a version. On any system it stays within the folder it is put under."""
 
     text: str
 
@@ -268,9 +268,9 @@ class FilePath:
 
     @classmethod
     def of_new(cls, text: str) -> Self:
-        """The path of a file that is being published: it looks like no other path.
+        """The path of a file that is to be published. One that looks like another is refused.
 
-        Stricter than a path that is read: what was published before this rule stays readable.
+        Only here, so that what was published before this rule stays readable.
         """
         path = cls(text)
         if why := _looks_like_another(text):
@@ -279,10 +279,10 @@ class FilePath:
 
     @classmethod
     def from_url(cls, text: str) -> Self:
-        """The path a URL names for a new file: stricter, since more than one program reads it.
+        """The path that a URL names for a new file. Stricter, since proxies read URLs as well.
 
-        Refuses what another decoding of the text would turn into another path, and what URLs give
-        a meaning of its own.
+        Refuses paths that would be others if they were decoded once more, and characters that have
+        a meaning in URLs.
         """
         path = cls.of_new(text)
         if _ESCAPE.search(text):
@@ -309,7 +309,7 @@ def is_plain_text(text: str) -> bool:
 
 
 def _looks_like_another(text: str) -> str | None:
-    """What of a text people would take for something else; None: nothing."""
+    """Why people could take a text for another one; None if they could not."""
     if text.isascii():
         return None
     for ch in text:
@@ -326,7 +326,7 @@ def _looks_like_another(text: str) -> str | None:
 
 
 def _words(text: str) -> list[str]:
-    """The runs of letters in a text; marks belong to them."""
+    """The words of a text: runs of letters, with their combining marks."""
     letters = "".join(ch if unicodedata.category(ch)[0] in "LM" else " " for ch in text)
     return letters.split()
 
@@ -339,7 +339,7 @@ def _mixed_scripts(word: str) -> str | None:
 
 
 def is_tensor_name(text: str) -> bool:
-    """Whether text can name a tensor: what a program chose, so wider than what a person types.
+    """Whether text can name a tensor. Programs choose these names, so much is allowed.
 
     1 to MAX_TENSOR_NAME_BYTES bytes, any characters but controls, surrogates, invisible marks
     and line ends; not normalised, since it never becomes a path and must come back as it was.
@@ -352,7 +352,7 @@ def is_tensor_name(text: str) -> bool:
 
 
 def _require_text(what: str, given: object, like: str = "team/bert") -> None:
-    """For callers without a type checker, who may have mixed up their arguments."""
+    """Raises InvalidName for what is no text: a caller may have mixed up its arguments."""
     if not isinstance(given, str):
         raise InvalidName(f"a {what} is text such as {like!r}, not a {type(given).__name__}")
 

@@ -1,4 +1,4 @@
-"""Opening a yard: which one is meant, by argument and settings, and how it is had."""
+"""Opening a yard: finds out which one is meant, by argument and settings, and connects to it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def open_yard(
     Raises BadSetting, Refused, Retryable if it does not answer.
     """
     if not isinstance(url, str | os.PathLike | None):
-        raise BadSetting(f"a yard goes by its URL or folder, not by a {type(url).__name__}")
+        raise BadSetting(f"a yard is opened by its URL or folder, not by a {type(url).__name__}")
     settings = settings or Settings()
     chosen = chosen_url(None if url is None else str(url), settings)
     name = known_name(chosen, settings)
@@ -73,15 +73,15 @@ def open_yard(
 
 
 def known_name(chosen: str | None, settings: Settings) -> str:
-    """What this node remembers a yard by."""
+    """The name under which this node remembers a yard."""
     folder = chosen or settings.home / "store"
     return str(folder) if "://" in str(folder) else str(folder_at(str(folder)))
 
 
 def store_url(url: str | None, settings: Settings) -> str | None:
-    """The store of the yard that would be opened; None: the default. For who runs a yard.
+    """The store of the yard that would be opened; None: the default. For those who run a yard.
 
-    Raises BadSetting if that is a service, which keeps its store and database to itself.
+    Raises BadSetting if that is a service: only the service has the store and database.
     """
     chosen = chosen_url(url, settings)
     if is_service(chosen):
@@ -92,8 +92,8 @@ def store_url(url: str | None, settings: Settings) -> str | None:
 def chosen_url(url: str | None, settings: Settings) -> str | None:
     """The argument, else WEIGHTYARD_URL, else WEIGHTYARD_STORE; None: the default folder.
 
-    Raises BadSetting for an argument that names nothing: a variable of a script was not set, and
-    what was meant for one yard would be done to another.
+    Raises BadSetting for an empty argument: most likely a script's variable was not set, and what
+    was meant for one yard would be done to the default one.
     """
     if url is not None and not url.strip():
         raise BadSetting("the yard's URL or folder is empty; for the default yard leave it out")
@@ -103,7 +103,7 @@ def chosen_url(url: str | None, settings: Settings) -> str | None:
 
 
 def current_user() -> str:
-    """Who does things here, for history and audit, where no token says it."""
+    """The user's name, for history and audit, where there is no token."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):  # a container's user id may have no name
@@ -111,7 +111,7 @@ def current_user() -> str:
 
 
 def is_service(url: str | None) -> bool:
-    """Whether this is where a service is, rather than a store."""
+    """Whether this is the URL of a service, not of a store."""
     return url is not None and url.lower().startswith(("http://", "https://"))
 
 
@@ -141,7 +141,7 @@ def _open_service(url: str, token: str | None, settings: Settings) -> Opened:
 
 
 def _without_store(catalogue: OfflineCatalogue, settings: Settings, name: str) -> Yard:
-    """A yard of which only what is on this node can be had; nothing is connected to."""
+    """A yard that has only what is on this node; it connects to nothing."""
     return Yard(
         cast("Store", OfflineStore(name)),
         cast("Catalogue", catalogue),
@@ -171,9 +171,9 @@ def _open_database(store: Store, settings: Settings) -> Opened:
 
 
 def open_database_of_yard(store: Store, settings: Settings) -> Database:
-    """The database of a yard that is there, or that may be made here without being asked for.
+    """The database of a yard that exists, or that may be made here without `weightyard init`.
 
-    Raises BadSetting for a folder of other files, before there is a database among them.
+    Raises BadSetting for a folder of other files, before a database is made in it.
     """
     from weightyard.registry import binding
 
@@ -183,7 +183,7 @@ def open_database_of_yard(store: Store, settings: Settings) -> Database:
 
 
 def open_database(store: Store, settings: Settings) -> Database:
-    """The database of a store's registry, whatever its schema; the folder of a new one is made."""
+    """The database of a store's registry, whatever its schema. Makes a new one's folder."""
     from weightyard.registry.database import Database
 
     database = Database(database_url(store, settings))

@@ -1,6 +1,6 @@
-"""What a registry tells: the same records by Python, by REST and by `--json`.
+"""Records: what a registry tells, the same in Python, REST and `--json`.
 
-Their field names are an interface: they are only ever added to. Times are UTC.
+Their field names are an interface: fields may be added, never removed. Times are UTC.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 from weightyard.names import MAX_STEP
 
 MAX_LEVELS = 64
-"""How deep lists and objects may nest that others wrote. pydantic writes out no more than 255."""
+"""How deep lists and objects in what others wrote may nest. pydantic writes out 255 levels."""
 _TOLD_LEVELS = 200
-"""How deep what is kept may nest to be told as it is, inside of whatever else is told."""
+"""How deep older values may nest and still be told as they are, within other objects."""
 
 
 class Record(BaseModel):
-    """Frozen, and silent about fields a newer service may send."""
+    """The base of all records. Frozen; ignores fields that a newer service may send."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -42,7 +42,7 @@ def nests_deeper(value: object, levels: int = MAX_LEVELS) -> bool:
 
 
 def tellable(kept: dict[str, Any]) -> dict[str, Any]:
-    """What was kept before its depth was bounded, in a form that can be told.
+    """What was stored, maybe before its depth was bounded, in a form that can be told.
 
     A value that nests too deeply to be written out becomes its JSON text.
     """
@@ -57,7 +57,7 @@ def tellable(kept: dict[str, Any]) -> dict[str, Any]:
 
 
 def is_long(number: int) -> bool:
-    """Whether a whole number has over 64 bits: not every program reads it back as it was."""
+    """Whether a whole number has over 64 bits: not every program can read it."""
     return not -(1 << 63) <= number < 1 << 64
 
 
@@ -81,7 +81,7 @@ def _require_tellable(value: dict[str, Any]) -> dict[str, Any]:
 
 
 Nested = Annotated[dict[str, Any], AfterValidator(_require_tellable)]
-"""An object that somebody says, with anything in it that can be told again."""
+"""An object that a writer chose, limited so that it can be told to others."""
 
 
 class Model(Record):
@@ -159,9 +159,9 @@ class Pushed(Version):
 
 
 class RememberedVersion(Version):
-    """What a ref meant when this node last asked: the yard could not be, or was not to be, asked.
+    """What a ref meant when this node last asked, as the yard does not answer or must not be asked.
 
-    One known by its digest alone has number 0, and nothing but its content is known of it.
+    A version that is known only by its digest has number 0, and nothing but its content is known.
     """
 
     remembered_at: datetime
@@ -181,14 +181,14 @@ class PushPlanFile(Record):
     path: str
     bytes: int
     new_bytes: int
-    """Of blocks the store does not have, and no file before this one."""
+    """Raw bytes of blocks that neither the store nor a file before this one has."""
 
 
 class PushPlan(Record):
     """What a push would send."""
 
     digest: str
-    """Of the version it would publish."""
+    """The digest of the version it would publish."""
     logical_bytes: int
     new_bytes: int
     blocks: int
@@ -225,12 +225,12 @@ class AliasMove(Record):
     at: datetime
     reason: str = ""
     number: int | None = Field(
-        default=None, description="Of the alias's moves, which one; the first is 1"
+        default=None, description="Which of the alias's moves it is; the first is 1"
     )
 
 
 class KeepBest(Record):
-    """Keep the versions that are best by one of their metrics; one without it is not among them."""
+    """Keep the versions that are best by one of their metrics, of those that have it."""
 
     metric: str = Field(min_length=1, max_length=200, examples=["loss"])
     mode: Literal["min", "max"] = "min"
@@ -238,9 +238,9 @@ class KeepBest(Record):
 
 
 class Retention(Record):
-    """Which versions of a model may go; one with an alias, or that others need, never does.
+    """Which versions of a model may go. One that has an alias, or that others need, never does.
 
-    A version stays if any of these keeps it.
+    A version stays if any of these rules keeps it.
     """
 
     keep_last: int | None = Field(default=None, ge=1, le=1_000_000, description="Keep the newest N")
@@ -267,15 +267,15 @@ class Cost(Record):
     replicated_bytes: int
     """Stored bytes times the copies of their packs."""
     packs: int
-    """In which its blocks lie."""
+    """How many packs its blocks lie in."""
     namenode_objects: int = 0
-    """Files and HDFS blocks: each of its packs, its manifest, record and entry of the journal."""
+    """Files and HDFS blocks of its packs, its manifest, its record and its entry of the journal."""
     cold_load_bytes: int
     """Stored bytes a reader that has nothing must fetch, bases of deltas included."""
     shared_with: dict[str, int] = Field(default_factory=dict)
     """Ref → raw bytes in common, the most first."""
     shared_with_is_complete: bool = False
-    """Whether these are all that share. Of very many only some are looked at."""
+    """Whether these are all that share any. If very many may, only some are looked at."""
 
 
 MAX_LEASE_S = 30 * 24 * 3600.0
@@ -285,7 +285,7 @@ MAX_HOLDER = 200
 
 
 class ReadLease(Record):
-    """A reader's word that it is still at a version; its bytes stay meanwhile."""
+    """Says that a reader is still using a version, so that its bytes stay."""
 
     id: int
     ref: str = Field(examples=["team/bert@v3"])
@@ -297,7 +297,7 @@ class ReadLease(Record):
 
 
 class GcItem(Record):
-    """Something gc took away, or would."""
+    """Something that gc removed, or would."""
 
     kind: Literal["version", "pack", "manifest"]
     name: str = Field(description="A ref, a pack's name or a digest")
@@ -332,7 +332,7 @@ class GcReport(Record):
     items: tuple[GcItem, ...] = Field(default=(), description="What and why, at most 1000")
     items_in_all: int = 0
     failed: tuple[str, ...] = Field(
-        default=(), description="What stays since it, or the rule for it, cannot be read"
+        default=(), description="What stays, as it, or the rule for it, cannot be read"
     )
 
 
@@ -365,7 +365,7 @@ class Checkpoint(Record):
 
     step: int = Field(ge=0, le=MAX_STEP, examples=[1200])
     generation: int = Field(
-        ge=1, le=MAX_STEP, description="The run's, as it was when the writer took it over"
+        ge=1, le=MAX_STEP, description="The run's generation when the writer took it over"
     )
     ranks: int = Field(
         ge=1, le=MAX_RANKS, description="How many write it; each says when it has finished"
@@ -417,7 +417,7 @@ class Role(enum.StrEnum):
 
     READ = "read"
     WRITE = "write"
-    """Publishes versions, annotates them, moves aliases; says which checkpoints of runs stay."""
+    """Publishes and annotates versions, moves aliases; sets which checkpoints of runs stay."""
     ADMIN = "admin"
     """Removes, sets retention; with all projects: quotas, tokens, the audit log."""
 
@@ -426,7 +426,7 @@ EVERY_PROJECT = "*"
 
 
 class Token(Record):
-    """Whom the service knows, without the secret."""
+    """A token of the service, without its secret."""
 
     name: str = Field(examples=["nightly-ci"])
     role: Role
@@ -443,7 +443,7 @@ class NewToken(Token):
 
 
 class Quota(Record):
-    """How much a project may have, and has. A limit of None: none."""
+    """How much a project may store, and how much it does. None: no limit."""
 
     project: str = Field(examples=["team"])
     stored_bytes: int | None = Field(default=None, ge=0, le=1 << 62)
@@ -481,17 +481,17 @@ class Finding(Record):
 
 
 class CheckReport(Record):
-    """How catalogue and store agree."""
+    """Where catalogue and store do not agree."""
 
     packs: int = 0
     manifests: int = 0
     stored_bytes: int = 0
     read_bytes: int = Field(default=0, description="Read to verify, all replicas together")
     replicas_named: bool = Field(
-        default=True, description="False: the way bytes came does not let one choose a replica"
+        default=True, description="False: the way bytes were read lets no one choose replicas"
     )
     findings: tuple[Finding, ...] = ()
-    more_findings: int = Field(default=0, description="Found, but too many to list")
+    more_findings: int = Field(default=0, description="How many more were found than are listed")
     damaged_versions: tuple[str, ...] = Field(default=(), description="At most 100")
 
     @property
@@ -520,7 +520,7 @@ class RebuildReport(Record):
         default=(), description="Versions that came back, but whose content did not: push it again"
     )
     lost: tuple[str, ...] = Field(
-        default=(), description="Files that tell nothing any more, each with the reason"
+        default=(), description="What is missing or cannot be read, each with the reason"
     )
     not_kept: tuple[str, ...] = Field(
         default=(), description="What only the database had: make it again where it is needed"

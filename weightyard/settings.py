@@ -1,6 +1,6 @@
-"""The one frozen Settings: nothing else takes a setting from the environment.
+"""Settings from the environment, read once into a frozen object. Nothing else reads them there.
 
-What torchrun tells its ranks there is no setting: the trainer reads that itself.
+The variables by which torchrun tells its ranks who they are, the trainer reads itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from weightyard.errors import BadSetting
 PREFIX = "WEIGHTYARD_"
 
 TOLD = frozenset(PREFIX + name for name in ("REF", "VERSION", "DIGEST", "PATH"))
-"""What `weightyard follow` tells the command that it runs; no settings."""
+"""Variables that `weightyard follow` sets for the command it runs. They are no settings."""
 
 _LOCATION = re.compile(r"(/[!-.0-~]+)+")
 
@@ -37,11 +37,11 @@ def parse_size(text: str) -> int:
 
 
 class Settings(BaseSettings):
-    """What the environment says, read once. Arguments of a call go before it."""
+    """What the environment says, read once. Arguments of a call override it."""
 
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
-        env_ignore_empty=True,  # `WEIGHTYARD_URL= command` takes a setting away
+        env_ignore_empty=True,  # `WEIGHTYARD_URL= command` unsets it for the command
         frozen=True,
         extra="ignore",
         populate_by_name=True,
@@ -54,10 +54,10 @@ class Settings(BaseSettings):
     """The registry's database: `sqlite:///…` or `postgresql://…`. None: an SQLite file."""
 
     url: str | None = None
-    """A service: `http(s)://…`. It knows store and database, so those are not set beside it."""
+    """A service: `http(s)://…`. It knows store and database: those are not set beside it."""
 
     token: SecretStr | None = None
-    """What this client shows to the service."""
+    """The token that this client shows to the service."""
 
     via: Literal["auto", "store", "service"] = "auto"
     """Which way bytes go where there is a service: straight to the store, or through it. `auto`
@@ -73,8 +73,9 @@ class Settings(BaseSettings):
     """How much disk snapshots may take: bytes, or `200G`. None: half of what would be free."""
 
     cache_loads: bool | Literal["first"] = True
-    """Whether loading a whole version from a store elsewhere leaves a snapshot of it: afterwards,
-    if that costs little; `first`: in any case, before the tensors, which are mapped from it."""
+    """Whether a load of a whole version from a store on another host leaves a snapshot of it. True:
+    afterwards, if that costs little. `first`: always, before the tensors, which are mapped from
+    it."""
 
     offline: bool = False
     """Use only what is on this node: connect to no service, no database and no store."""
@@ -88,7 +89,7 @@ class Settings(BaseSettings):
     hdfs_user: str | None = Field(
         default=None, validation_alias=AliasChoices("WEIGHTYARD_HDFS_USER", "HADOOP_USER_NAME")
     )
-    """Who to be on a cluster without Kerberos. None: the user of this process."""
+    """The user's name on a cluster without Kerberos. None: the user of this process."""
 
     hadoop_conf_dir: Path | None = Field(
         default=None, validation_alias=AliasChoices("WEIGHTYARD_HADOOP_CONF_DIR", "HADOOP_CONF_DIR")
@@ -109,20 +110,20 @@ class Settings(BaseSettings):
     """A Java for the test cluster's daemons, if the one on the path will not do."""
 
     deadline_s: float = Field(default=30.0, gt=0, le=3600)
-    """How long a call on the store may take, and until when it is tried again if it fails."""
+    """How long a call on the store may take, and for how long it is repeated if it fails."""
 
     max_rate: int | None = Field(default=None, ge=1)
     """How much this process moves to and from the store a second: bytes, or `200M`. None: all that
     the network gives."""
 
     poll_s: float = Field(default=5.0, gt=0, le=3600)
-    """How often a follower asks what a ref means, where no service tells it of changes."""
+    """How many seconds a follower waits between looks where no service tells it of changes."""
 
     proxy_header: str | None = Field(default=None, pattern=r"^[A-Za-z0-9-]{1,64}$")
-    """The header in which a proxy that signs users on tells the service who is asking."""
+    """The header in which a proxy that signs users on tells the service the user's name."""
 
     proxy_addresses: Annotated[tuple[str, ...], NoDecode] = ()
-    """From where that header is believed: addresses or networks, comma separated."""
+    """The proxies from which that header is believed: addresses or networks, comma separated."""
 
     proxy_role: Literal["read", "write", "admin"] | None = None
     """What users of the proxy may do that have no token of their name. None: nothing."""
@@ -134,8 +135,8 @@ class Settings(BaseSettings):
     """How much of it the service may use; no file sent through it is longer."""
 
     tell_locations: bool = True
-    """Whether the service tells readers where packs lie, with the block tokens to read them. One
-    opens a whole pack, in which other projects may have blocks too."""
+    """Whether the service tells readers where packs lie, with the block tokens to read them. Such a
+    token opens a whole pack, in which other projects may have blocks too."""
 
     test_hdfs: str | None = None
     """A running HDFS for the tests, instead of a mini cluster: `hdfs://…`."""
@@ -152,7 +153,7 @@ class Settings(BaseSettings):
     def _is_a_path(cls, value: Path | None) -> Path | None:
         try:
             return value and value.expanduser()
-        except RuntimeError:  # `~name` of nobody
+        except RuntimeError:  # `~name`, and there is no such user
             raise ValueError(f"this host knows no home for {str(value)[:80]!a}") from None
 
     @field_validator("location")
@@ -174,7 +175,7 @@ class Settings(BaseSettings):
     def _are_addresses(cls, value: tuple[str, ...]) -> tuple[str, ...]:
         for url in value:
             parts = urlsplit(url)
-            _ = parts.port  # looked at only now
+            _ = parts.port  # raises ValueError for a wrong one
             is_odd = not url.isprintable() or any(sign in url for sign in " ?#;")
             if parts.scheme not in ("http", "https") or not parts.hostname or is_odd:
                 raise ValueError(f"{url[:80]!a} is not http(s)://HOST:PORT")
@@ -197,7 +198,7 @@ class Settings(BaseSettings):
 
 
 def _variable(name: str) -> str:
-    """The variable of a field, or of the alias by which a value came."""
+    """The variable of a field; `name` may also be a field's alias, which is one already."""
     return f"{PREFIX}{name.upper()}" if name in Settings.model_fields else name
 
 
@@ -216,7 +217,7 @@ def variables() -> set[str]:
 
 
 def unknown_variables() -> dict[str, str | None]:
-    """Variables of this process that look like settings and are none: what each may have meant."""
+    """Variables that look like settings and are none, each with the one that may be meant."""
     known = variables() | TOLD
     odd = sorted(name for name in os.environ if name.startswith(PREFIX) and name not in known)
     return {name: next(iter(get_close_matches(name, known, 1)), None) for name in odd}

@@ -1,8 +1,7 @@
 """Via: which way a version's bytes go, straight to the store or through the service.
 
-Straight from the store means from its DataNodes; where packs lie on them, the service tells too.
-
-Everything else of a yard is the catalogue's. This is the one place that decides.
+Straight from a store on HDFS means from its DataNodes; the service may tell where packs lie there.
+This is the one place that decides. All else in a yard goes through the catalogue.
 """
 
 from __future__ import annotations
@@ -59,12 +58,12 @@ _RECHECK_S = 60.0
 _MAX_YARD_FILE_BYTES = 1 << 16
 
 Progress = Callable[[int], None]
-"""Is told of bytes done, as they are."""
+"""Called with how many more bytes are done, whenever some are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A version to be published."""
+    """A version that is to be published."""
 
     gathered: Gathered
     model: ModelName
@@ -75,14 +74,14 @@ class Outgoing:
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """Files of a version that a folder is to get."""
+    """Files of a version that are to be put into a folder."""
 
     version: Version
     manifest: Manifest
     files: Sequence[FileEntry]
     folder: Path
     deadline: Deadline
-    """Until when a service is waited for."""
+    """How long a service is waited for."""
 
 
 class Via(Closing):
@@ -95,29 +94,29 @@ class Via(Closing):
 
     @property
     def reads_by_locations(self) -> bool:
-        """Whether packs are read where the service says they lie."""
+        """Whether the service tells where packs lie, so that no NameNode is asked."""
         return False
 
     def expect(self, version: Version) -> None:
-        """Say that a version is about to be read. Waits for nothing."""
+        """Announce that a version will be read. Does not wait for anything."""
 
     @abstractmethod
     def manifest(self, version: Version, deadline: Deadline) -> Manifest:
-        """What a version consists of, its digest checked. Raises Damaged, Retryable.
+        """A version's manifest, its digest checked. Raises Damaged, Retryable.
 
-        `deadline`: until when it is waited for; a store has its own besides.
+        `deadline`: how long it is waited for; a store has a deadline of its own besides.
         """
 
     @abstractmethod
     def reader(self, version: Version, manifest: Manifest, deadline: Deadline) -> ReadsBlocks:
-        """Who reads a version's blocks. `deadline`: until when a service is waited for."""
+        """A reader of a version's blocks. `deadline`: how long a service is waited for."""
 
     @abstractmethod
     def pull(self, incoming: Incoming, progress: Progress | None) -> None:
         """Put files of a version into a folder. Each appears when it is whole and verified.
 
-        One that is there, as it should be, stays. Raises Conflict (another is there), Damaged,
-        Retryable.
+        A file that is there already with this content stays. Raises Conflict (there is another
+        file), Damaged, Retryable.
         """
 
     @abstractmethod
@@ -144,7 +143,8 @@ class ViaStore(Via):
         try:
             return read_manifest(self._store, Digest(version.digest), deadline)
         except Retryable:
-            deadline.left(f"reading the manifest of {version.ref}")  # then that is why it failed
+            # Raises DeadlineExceeded if the time is over: then that is why it failed.
+            deadline.left(f"reading the manifest of {version.ref}")
             raise
 
     def reader(self, version: Version, manifest: Manifest, deadline: Deadline) -> Reader:
@@ -167,9 +167,9 @@ class ViaStore(Via):
 
 
 class ViaDataNodes(ViaStore):
-    """Bytes come straight from DataNodes, and all else is the service's word: for readers.
+    """Bytes come straight from DataNodes; the service tells all else. For reading only.
 
-    They need no NameNode, and no Kerberos.
+    Needs no NameNode, and no Kerberos.
     """
 
     def __init__(self, store: Store, catalogue: HttpCatalogue, settings: Settings) -> None:
@@ -188,11 +188,11 @@ class ViaDataNodes(ViaStore):
 class ViaService(Via):
     """Bytes go through the service, for hosts that do not reach the store.
 
-    Files come one by one, as they are. What is new goes in packs, as it would into the store.
+    Files are pulled one by one, as they are. What is new is pushed in packs, as into the store.
     """
 
     def __init__(self, catalogue: HttpCatalogue, why: YardError) -> None:
-        """`why`: what those are told who need the store itself."""
+        """`why`: the error for calls that need the store itself."""
         self._catalogue = catalogue
         self._why = why
         self.since = time.monotonic()
@@ -233,15 +233,16 @@ class ViaService(Via):
             return _push(outgoing, self, self._catalogue, upload, store, progress)
 
     def close(self) -> None:
-        pass  # the catalogue is the yard's
+        pass  # the catalogue belongs to the yard, which closes it
 
 
 class ViaEither(Via):
-    """The best way that works from here, found out on first use, and again while it is the last.
+    """The best way that works from here, found out on first use.
 
-    For reading: from DataNodes where the service says; from the store by its NameNode; through the
-    service. Who may read the store may not always write it, so pushing is found out by itself.
-    A store that could not be used may have had a bad moment: it is tried again after a minute.
+    For reading, the first of these: from DataNodes, as the service tells where; from the store, by
+    its NameNode; through the service. A host that can read the store may not be able to write it,
+    so the way for pushes is found out separately. While bytes go through the service, the store is
+    tried again every minute: it may only have been away for a moment.
     """
 
     def __init__(self, catalogue: HttpCatalogue, about: About, settings: Settings) -> None:
@@ -274,7 +275,7 @@ class ViaEither(Via):
         self._for_reading().pull(incoming, progress)
 
     def push(self, outgoing: Outgoing, progress: Progress | None) -> Pushed:
-        # First, so that what is left of trying the store has a row, too, whenever this is killed.
+        # First, so that the file with which the store is tried has a row, should this be killed.
         upload = self._catalogue.open_upload(outgoing.model, outgoing.publication)
         return self._for_writing(upload.id).push_under(upload, outgoing, progress)
 
@@ -302,7 +303,7 @@ class ViaEither(Via):
             return self._writing
 
     def _from_datanodes(self) -> ViaDataNodes | None:
-        """If a DataNode gives this host what the service says it has; else None."""
+        """This way, if a DataNode lets this host read the yard's own file; else None."""
         if not self._about.store.startswith(("hdfs://", "viewfs://")):
             return None
         from weightyard.storage.hdfs.store import (  # its clients are slow to import
@@ -323,7 +324,7 @@ class ViaEither(Via):
         return ViaDataNodes(opened, self._catalogue, self._settings)
 
     def _to_store(self, require: Callable[[Store, About], None]) -> ViaStore | ViaService:
-        """Straight to the store, or if that fails a short try through the service, saying so."""
+        """Straight to the store, if a short try works; else through the service, with a notice."""
         url = self._about.store
         try:
             with open_store(url, self._hurried, patient=False) as store:
@@ -342,12 +343,12 @@ class ViaEither(Via):
 
 
 def _is_due(way: Via) -> bool:
-    """Whether a better way is to be looked for; this one holds nothing that would be closed."""
+    """Whether to look for a better way. Only ViaService is replaced: it needs no closing."""
     return isinstance(way, ViaService) and time.monotonic() > way.since + _RECHECK_S
 
 
 def chosen_via(catalogue: HttpCatalogue, about: About, settings: Settings) -> Via:
-    """The way WEIGHTYARD_VIA says, for a yard behind a service."""
+    """The way that WEIGHTYARD_VIA chooses, for a yard behind a service."""
     match settings.via:
         case "store":
             return ViaStore(open_store(about.store, settings), catalogue, settings)
@@ -366,7 +367,7 @@ def _push(
     store: Store,
     progress: Progress | None,
 ) -> Pushed:
-    """Write what is new under an upload and publish it: the same whichever way the bytes go."""
+    """Write what is new under an upload, and publish it. The same for all ways."""
     publication, contents = outgoing.publication, outgoing.gathered.contents
     options = WriteOptions(
         replication=publication.replication,
@@ -409,7 +410,7 @@ class _YardFile(msgspec.Struct):
 
 
 def _require_reading(store: Store, about: About) -> None:
-    """See that bytes come from the store, and that it is the one the service has.
+    """Require that the store can be read, and that it is the service's.
 
     A folder's path, or a cluster's name, may mean another one on this host.
     """
@@ -423,7 +424,7 @@ def _require_reading(store: Store, about: About) -> None:
 
 
 def _require_writing(store: Store, upload: UploadId) -> None:
-    """See that a file can be made in the store, under an upload; it is taken away again."""
+    """Require that a file can be written into the store, under an upload. It is removed again."""
     with store.stage(layout.probe(upload), FileOptions(planned_bytes=1)) as stage:
         stage.write(b"?")
         staged = stage.close()

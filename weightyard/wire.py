@@ -1,4 +1,4 @@
-"""What goes over HTTP besides the records: the bodies of requests, pages, and placements."""
+"""Wire: what goes over HTTP besides the records: bodies of requests, pages, and placements."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ _T = TypeVar("_T")
 _Body = TypeVar("_Body", bound="Body")
 
 MAX_CLAIMED = 10_000
-"""Block ids in one request."""
+"""How many block ids one request may have."""
 
 MAX_PACKS = 1000
-"""Packs in one request."""
+"""How many packs one request may have."""
 
 _HEX = r"^[0-9a-f]+$"
 HexBlock = Annotated[str, Field(min_length=64, max_length=64, pattern=_HEX, examples=["5f" * 32])]
@@ -45,13 +45,13 @@ ShortText = Annotated[str, Field(max_length=1000)]
 
 
 class Body(BaseModel):
-    """What a request says. Unknown fields are refused: a typing error must not pass unnoticed."""
+    """The body of a request. Unknown fields are refused: a typo must not go unnoticed."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 def body(kind: type[_Body], **values: Any) -> _Body:
-    """What a caller says, as a request says it. Raises Refused for what the service would."""
+    """A caller's values as the body of a request. Raises Refused where the service would."""
     try:
         return kind.model_validate(values)
     except ValidationError as why:
@@ -61,7 +61,7 @@ def body(kind: type[_Body], **values: Any) -> _Body:
 
 
 class Page(Record, Generic[_T]):
-    """Some of many. `next` goes into `after` to get what follows; None: that was all."""
+    """A page of a list. `next` goes into `after` to get the next page; None: this was the last."""
 
     items: list[_T]
     next: str | None = None
@@ -114,7 +114,7 @@ class Reason(Body):
 
 
 class GenerationWanted(Body):
-    """Who takes a run over may say at which generation it must be for that."""
+    """Takes a run over; with `expect`, only from that generation."""
 
     expect: int | None = Field(
         default=None, ge=0, le=MAX_STEP, description="0: only if it is new", examples=[2]
@@ -127,14 +127,14 @@ LeaseSeconds = Annotated[
 
 
 class LeaseWanted(Body):
-    """A reader that will be at a version for a while."""
+    """A lease that a reader wants on a version."""
 
     holder: str = Field(min_length=1, max_length=MAX_HOLDER, examples=["serving-7"])
     seconds: LeaseSeconds
 
 
 class LeaseRenewed(Body):
-    """How much longer a reader will be at it."""
+    """For how much longer a reader wants its lease."""
 
     seconds: LeaseSeconds
 
@@ -148,7 +148,7 @@ class TokenWanted(Body):
 
 
 class Limits(Body):
-    """What a project may have. None: as much as it likes."""
+    """How much a project may store. None: no limit."""
 
     stored_bytes: int | None = Field(default=None, ge=0, le=1 << 62)
     versions: int | None = Field(default=None, ge=0, le=1 << 30)
@@ -159,7 +159,7 @@ class OpenedUpload(Record):
 
     id: str = Field(examples=["0a" * 16])
     model: str = Field(examples=["team/bert"])
-    lease_s: float = Field(description="It ends after so long without a sign of life")
+    lease_s: float = Field(description="It ends after so many seconds without a sign of life")
     block_bytes: int
 
 
@@ -259,7 +259,7 @@ def placed(placements: Mapping[BlockId, Sequence[Placement]]) -> Placed:
 
 
 def placements_by_block(answer: Placed) -> dict[BlockId, list[Placement]]:
-    """What `placed` was given. Raises PackInvalid, Refused."""
+    """The placements in an answer, by block. Raises PackInvalid, Refused."""
     found: dict[BlockId, list[Placement]] = {}
     for index in answer.packs:
         for placement in placements_in(index.pack, index.entries):

@@ -63,11 +63,11 @@ if TYPE_CHECKING:
 _log = Log(__name__)
 
 _RESOLVING = 0.5
-"""The part of its time that a load waits to be told what a ref means, if it can do without."""
+"""For which part of its time a load waits to resolve a ref, if this node remembers it as well."""
 
 
 def needs_database(service: str) -> BadSetting:
-    """What is for those who run a yard works on its store and database, not through a service."""
+    """The error for work that needs a yard's store and database, where there is a service."""
     return BadSetting(
         f"{service} is a service; this needs the yard's store and database: --yard STORE, or "
         "WEIGHTYARD_STORE and WEIGHTYARD_DB instead of WEIGHTYARD_URL"
@@ -89,7 +89,7 @@ class Yard(Catalogued, Loads, Closing):
         settings: Settings | None = None,
         name: str = "",
     ) -> None:
-        """`name`: the URL by which a user knows it; what this node remembers goes by it."""
+        """`name`: the URL by which a user knows the yard; this node remembers things under it."""
         self._settings = settings or Settings()
         self._name = name
         self._via = store if isinstance(store, Via) else ViaStore(store, catalogue, self._settings)
@@ -105,7 +105,7 @@ class Yard(Catalogued, Loads, Closing):
             catalogue.on_back = self._come_back
 
     def _come_back(self, opened: Opened) -> None:
-        """It was away when it was opened, and answers now."""
+        """The yard was away when it was opened, and answers now."""
         self._via = opened.via
         self._block_bytes = opened.block_bytes
         self.catalogue = opened.catalogue
@@ -117,7 +117,7 @@ class Yard(Catalogued, Loads, Closing):
 
     @property
     def block_bytes(self) -> int:
-        """How long a block is here, unless it is a last one. Raises NotOnNode if that is away."""
+        """How long blocks are in this yard. Raises NotOnNode while the yard is away."""
         if isinstance(self.catalogue, AwayCatalogue):
             self.catalogue.require_back("block_bytes")
         return self._block_bytes
@@ -129,7 +129,7 @@ class Yard(Catalogued, Loads, Closing):
 
     @property
     def registry(self) -> Registry:
-        """The database behind this yard, the records of what was done here being written.
+        """The registry behind this yard, after records of what was done here were written.
 
         Raises BadSetting if a service is in between; NotOnNode offline.
         """
@@ -147,7 +147,7 @@ class Yard(Catalogued, Loads, Closing):
 
     @property
     def is_embedded(self) -> bool:
-        """Whether store and database are of this one host: nobody reads from elsewhere."""
+        """Whether store and database are on this host alone: nobody reads from elsewhere."""
         return (
             not self.catalogue.is_service
             and folder_of(self.store) is not None
@@ -204,10 +204,10 @@ class Yard(Catalogued, Loads, Closing):
             raise BadSetting(f"codec={codec!r}: it is 'auto' or 'raw'")
         require_delta(delta)
         if delta != "off" and parent is None:
-            raise BadSetting(f"delta={delta!r} needs a parent: what to differ from")
+            raise BadSetting(f"delta={delta!r} needs a parent: the version to compare with")
         said: dict[str, Any] = {
             "message": message,
-            # By its number from here on: an alias may be moved before the commit.
+            # By its number from here on: an alias may move before the commit.
             "parent": self.resolve(parent).ref if parent is not None else None,
             "metrics": metrics or {},
             "tags": tags or {},
@@ -217,7 +217,7 @@ class Yard(Catalogued, Loads, Closing):
             "replication": replication,
             "policy": policy,
         }
-        checked_publication(said)  # refused before a source is read that may be large
+        checked_publication(said)  # before the source is read, which may be large
         if isinstance(source, Gathered):
             return self._push(source, model, said, codec, delta, progress)
         with self.gather(
@@ -247,10 +247,10 @@ class Yard(Catalogued, Loads, Closing):
         exclude: Patterns | None = None,
         follow_links: bool = False,
     ) -> Gathered:
-        """What a push of this source would consist of; `push` takes it as its source.
+        """What a push of this source would consist of; `push` also takes this as its source.
 
-        For those who want to know how much it is first. `include`, `exclude`, `follow_links`: as in
-        `push`. A context manager. Raises NoSuchThing, NotAllowed, Refused.
+        For callers that want to know first how much it is. `include`, `exclude`, `follow_links`: as
+        in `push`. A context manager. Raises NoSuchThing, NotAllowed, Refused.
         """
         if isinstance(source, Mapping):
             from weightyard.loader.state import state_content
@@ -274,7 +274,7 @@ class Yard(Catalogued, Loads, Closing):
     def preview(
         self, gathered: Gathered, name: str, progress: Callable[[int], None] | None = None
     ) -> PushPlan:
-        """What a push of what `gather` gave would send to a model, without sending it."""
+        """What a push of something gathered would send to a model. Sends nothing."""
         project = ModelName.parse(name).project
         said = progress or (lambda done_bytes: None)
         return preview(gathered.contents, self.catalogue, project, said)
@@ -321,7 +321,7 @@ class Yard(Catalogued, Loads, Closing):
         progress: Callable[[int], None] | None = None,
         on_unavailable: OnUnavailable = None,
     ) -> Path:
-        """A folder of this node with a version's real files, for any server; made if need be.
+        """A folder on this node with a version's real files, for any server; made if need be.
 
         A pushed state dict is there as `model.safetensors`. Do not write into it: other versions
         may share its files. It is not evicted while this yard is open. `include`, `exclude`:
@@ -380,13 +380,13 @@ class Yard(Catalogued, Loads, Closing):
                     follower.apply()  # nothing to do, almost always
                     …
 
-        `module`: what is served, a module or tensors by name, which `apply` changes where they
-        are; None: the caller takes what `changed` gives. `applied`: the version it holds now, or
-        its ref, so that only what differs is read; what `load` gave knows it by itself. `files`,
+        `module`: what is served, a module or tensors by name, which `apply` changes in place;
+        None: the caller uses what `changed` returns. `applied`: the version that it holds now, or
+        its ref, so that only what differs is read; not needed for what `load` returned. `files`,
         `tensors`, `verify`: as in `load`. A change that needs more than `max_host_bytes` of memory
-        is refused. `poll_s`: how often to ask where no service tells; else WEIGHTYARD_POLL_S.
-        Raises NoSuchThing, DoesNotFit and Retryable for `applied`; of what comes later, `failure`
-        tells.
+        is refused. `poll_s`: seconds between looks where no service tells of moves; by default
+        WEIGHTYARD_POLL_S. Raises NoSuchThing, DoesNotFit and Retryable for `applied`; `failure`
+        tells of what fails later.
         """
         from weightyard.loader.follower import Follower, Following
         from weightyard.loader.load import Weights
@@ -417,8 +417,8 @@ class Yard(Catalogued, Loads, Closing):
     def diff(self, a: str, b: str) -> Diff:
         """Tensors and files added, removed and changed from `a` to `b`, and the bytes both have.
 
-        Small tensors in blocks that differ are read. Offline they are not, and all of such a block
-        count as changed. Raises NoSuchThing, Damaged, Retryable.
+        Small tensors share blocks: where such a block differs, they are read and compared. Offline
+        they are not read, and all of them count as changed. Raises NoSuchThing, Damaged, Retryable.
         """
         old, new = self.resolve(a), self.resolve(b)
         was, now = self._manifest_of(old), self._manifest_of(new)
@@ -436,7 +436,7 @@ class Yard(Catalogued, Loads, Closing):
         """What a version takes, shares with others, and would give back. Raises NoSuchThing."""
         if self.catalogue.is_service:
             return self.catalogue.cost(Ref.parse(ref))
-        copies = self.store.stat(layout.YARD).replication  # as files are that nobody asked for
+        copies = self.store.stat(layout.YARD).replication  # written without asking for any number
         return self.catalogue.cost(Ref.parse(ref), copies=copies)
 
     def keep(
@@ -458,17 +458,16 @@ class Yard(Catalogued, Loads, Closing):
     def settle(self) -> None:
         """Have the records of what was just done written into the store.
 
-        Nobody waits for that but `close`: the database has it all, and what is to be written.
+        Only `close` waits for that: the database has all of it already, and what is to be written.
         """
-        if not self.catalogue.is_service:  # which has a store of its own, and does it itself
+        if not self.catalogue.is_service:  # a service does it by itself
             self._settling.soon()
 
     def close(self) -> None:
-        """End what goes on behind it, and give up connections, leases and snapshots.
+        """End work in the background, and give up connections, leases and snapshots.
 
-        Waits for records of what was done to be in the store, and for a snapshot that a load leaves
-        if that is nearly made. Tensors that were loaded stay; whatever is asked of the yard from
-        here on is refused.
+        Waits until records of what was done are in the store, and for a snapshot that a load leaves
+        if it is nearly made. Tensors that were loaded stay. From here on the yard refuses calls.
         """
         self._settling.close()
         self.byproducts.close()
@@ -476,7 +475,7 @@ class Yard(Catalogued, Loads, Closing):
             snapshot.close()
         self.catalogue.close()
         self._via.close()
-        # Most of what is underneath would connect anew, and nobody would ever give that up.
+        # Otherwise a late call would connect anew, and nobody would ever close that.
         closed = Closed(f"the yard {self._name}".rstrip())
         self.catalogue = cast("Catalogue", closed)
         self._via = cast("Via", closed)
@@ -484,17 +483,17 @@ class Yard(Catalogued, Loads, Closing):
     def _version_to_use(
         self, ref: str, on_unavailable: OnUnavailable = None, deadline: Deadline = NEVER
     ) -> Version:
-        """A version; that it is used is noted, for retention by last use, and on this node."""
+        """A version. Its use is noted, for retention by last use, and on this node."""
         parsed = Ref.parse(ref)
         if on_unavailable not in (None, "fail", "cached"):
             raise BadSetting(f"on_unavailable={on_unavailable!r}: it is 'fail' or 'cached'")
         if isinstance(self.catalogue, AwayCatalogue):
-            self.catalogue.itself()  # which takes its place, if it answers
+            self.catalogue.itself()  # if the yard answers, its catalogue takes this one's place
         if on_unavailable == "fail" and isinstance(self.catalogue, OfflineCatalogue):
             self.catalogue.require_asked()
         may_recall = (on_unavailable or self._settings.on_unavailable) == "cached"
         try:
-            # What this node last knew helps only who has time left to load it.
+            # Only a part of the time, so that there is some left to load what this node last knew.
             resolving = deadline.part(_RESOLVING) if may_recall else deadline
             left_s = resolving.left(f"resolving {ref}")
             version = self.catalogue.resolve(parsed, within_s=left_s)
@@ -510,7 +509,7 @@ class Yard(Catalogued, Loads, Closing):
         return version
 
     def _manifest_of(self, version: Version, deadline: Deadline = NEVER) -> Manifest:
-        """A version's manifest, as this node has it or else the yard. Raises NotOnNode."""
+        """A version's manifest, from this node or else from the yard. Raises NotOnNode."""
         self._expect(version)
         digest = Digest(version.digest)
         if (known := self._remembered.manifest(digest)) is not None:
@@ -520,7 +519,7 @@ class Yard(Catalogued, Loads, Closing):
         return manifest
 
     def _read_file(self, version: Version, manifest: Manifest, file: FileEntry) -> bytes:
-        """A small file of a version, as this node has it or else the yard."""
+        """A small file of a version, from this node or else from the yard."""
         if (snapshot := self.snapshots.find(Digest(version.digest))) is not None:
             with snapshot:
                 snapshot.require_sound(file.path)

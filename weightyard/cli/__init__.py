@@ -103,19 +103,19 @@ def _options(
 
 def main() -> None:
     """Run the command line; an error of weightyard becomes a message and its exit code."""
-    # So that an upload that is ended by its scheduler gives back what it holds.
+    # As an exit, so that a push which a scheduler ends gives back what it holds.
     signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
-    if isinstance(sys.stdout, TextIOWrapper):  # the names of folders may be any bytes
+    if isinstance(sys.stdout, TextIOWrapper):  # names of folders may have bytes that are not UTF-8
         sys.stdout.reconfigure(errors="surrogateescape")
-    # It may come while a connection is being closed, of which the pool would print a traceback.
+    # The signal may come while a connection is closed: the pool would print a traceback of it.
     logging.getLogger("sqlalchemy.pool").setLevel(logging.CRITICAL)
     try:
         app()
     except YardError as why:
         typer.echo(f"weightyard: {why}", err=True)
         sys.exit(why.exit_code)
-    except Exception as why:  # noqa: BLE001  what nobody foresaw
-        traceback.print_exc()  # which a report needs
+    except Exception as why:  # noqa: BLE001  everything else is a bug
+        traceback.print_exc()  # for the report
         what = " ".join(f"{type(why).__name__}: {why}".split())
         typer.echo(f"weightyard: bug: {what}. Please report all of this", err=True)
         sys.exit(Bug.exit_code)

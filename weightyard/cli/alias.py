@@ -25,7 +25,7 @@ _Alias = Annotated[str, typer.Argument(metavar="ALIAS", help="Such as prod.")]
 _Reason = Annotated[str, typer.Option(metavar="R", help="Why; kept in the history.")]
 _Expect = Annotated[
     str | None,
-    typer.Option(metavar="V", help="Only if it is on this version now; 'none': not yet there."),
+    typer.Option(metavar="V", help="Only if it is on this version now; 'none': if there is none."),
 ]
 
 
@@ -68,7 +68,7 @@ def log(
     alias: _Alias,
     as_of: Annotated[
         datetime | None,
-        typer.Option("--as-of", help="Only moves up to then (UTC); the first one shown ruled."),
+        typer.Option("--as-of", help="Only moves up to then (UTC); the first was in force."),
     ] = None,
 ) -> None:
     """Show where an alias was, when, by whom and why.
@@ -96,10 +96,10 @@ def log(
 @app.command()
 @command
 def rollback(session: Session, name: _Name, alias: _Alias, reason: _Reason = "") -> None:
-    """Put an alias back on the version it was on before; done again, one further back.
+    """Put an alias back on the version it was on before; repeated, it goes one further back.
 
-    Going back, by this or by `alias set`, takes a step of the way back: a rollback never goes
-    forward to a version the alias was taken back from. `alias log` shows all moves.
+    A version that was left by going back, by this or by `alias set`, does not count any more: a
+    rollback never goes forward to it. `alias log` shows all moves.
 
     Example: weightyard alias rollback team/bert prod --reason 'latency'
     """

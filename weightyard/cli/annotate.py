@@ -1,4 +1,4 @@
-"""`weightyard annotate`: what is said of a version, changed later."""
+"""`weightyard annotate`: change what is said of a version."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def annotate(
     session: Session,
     ref: RefArgument,
     message: Annotated[
-        str | None, typer.Option("--message", "-m", help="What is new, said anew.")
+        str | None, typer.Option("--message", "-m", help="What is new, in place of what was said.")
     ] = None,
     metric: MetricOption = None,
     tag: TagOption = None,

@@ -141,8 +141,8 @@ def verify(
 ) -> None:
     """Read snapshots and compare every byte with what was fetched. Damaged ones are set aside.
 
-    Exit code 5 if there are any; they are fetched again when needed. Without a REF, packs of yards
-    in local folders are checked anew too, by whoever loads from them next.
+    Exit code 5 if there are any; they are fetched again when needed. Without a REF, the next load
+    from a yard in a local folder checks its packs again, too.
 
     Examples:
 
@@ -196,7 +196,7 @@ def _snapshots(session: Session) -> Snapshots:
 
 
 def _chosen(session: Session, snapshots: Snapshots, refs: Sequence[str]) -> list[Listed]:
-    """The snapshots that are meant, without asking anyone but this node. Raises NoSuchThing."""
+    """The snapshots that refs mean, by what this node knows alone. Raises NoSuchThing."""
     listed = snapshots.listed()
     found: dict[str, Listed] = {}
     for ref in refs:

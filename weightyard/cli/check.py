@@ -23,14 +23,14 @@ def check(
         bool, typer.Option("--read-data", help="Verify every byte of every replica too.")
     ] = False,
     heal: Annotated[
-        bool, typer.Option("--heal", help="Mend what another copy makes possible.")
+        bool, typer.Option("--heal", help="Mend what can be mended from other copies.")
     ] = False,
 ) -> None:
     """Compare the catalogue with the store, and say what to do about what does not fit.
 
-    Missing, short, under-replicated and damaged files, files without a row, blocks that lie in no
-    pack, records and journal entries that are gone or wait to be written. Nothing is removed. Exit
-    code 5 if something is found and not healed.
+    Finds missing, short, under-replicated and damaged files, files without a row, blocks that lie
+    in no pack, records and journal entries that are gone or wait to be written. Removes nothing.
+    Exit code 5 if something is found and not healed.
 
     Examples:
 
@@ -88,7 +88,7 @@ def _show(console: Console, report: CheckReport, healed: HealReport | None) -> N
     )
     if not report.replicas_named:
         console.print(
-            "One replica of each was read: the way bytes come here does not let one choose.",
+            "One replica of each was read: the way bytes are read here does not let one choose.",
             markup=False,
         )
     if healed is not None:

@@ -81,9 +81,9 @@ def current(session: Session, db: _Db = None) -> None:
 
 @contextmanager
 def opened_database(session: Session, db: str | None, *, make: bool = True) -> Iterator[Database]:
-    """The database named, or else the one of the session's store; its schema may be any.
+    """The database named, or else that of the session's store, whatever its schema.
 
-    `make`: the folder of one that is new.
+    `make`: whether to make the folder of a new one.
     """
     from weightyard.opening import database_url, open_database, store_url
     from weightyard.registry.database import Database

@@ -20,8 +20,8 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "red"}
 def doctor(session: Session) -> None:
     """Look at everything a yard needs; say what to do where something is wrong.
 
-    HDFS and which way bytes come from it, encryption, permissions, Kerberos, clocks, versions,
-    database, and who can read the weights. Exit code 1 if something fails.
+    It looks at HDFS and which way bytes come from it, encryption, permissions, Kerberos, clocks,
+    versions, database, and who can read the weights. Exit code 1 if something fails.
 
     Examples:
 

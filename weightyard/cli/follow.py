@@ -36,7 +36,7 @@ def follow(
     ],
     exec_: Annotated[
         str,
-        typer.Option("--exec", metavar="CMD", help="A program and its arguments, for no shell."),
+        typer.Option("--exec", metavar="CMD", help="A program and its arguments, without a shell."),
     ],
     once: Annotated[
         bool, typer.Option("--once", help="Run it once, and end with its exit code.")
@@ -47,7 +47,7 @@ def follow(
             metavar="S",
             min=0.1,
             max=3600,
-            help="Seconds between questions where no service tells. Default: WEIGHTYARD_POLL_S.",
+            help="Seconds between looks where no service tells. Default: WEIGHTYARD_POLL_S.",
         ),
     ] = None,
     snapshot: Annotated[
@@ -58,8 +58,8 @@ def follow(
 
     The command finds WEIGHTYARD_REF (such as team/bert@v3), WEIGHTYARD_VERSION (3),
     WEIGHTYARD_DIGEST and WEIGHTYARD_PATH (a folder with the version's files, which stays until the
-    command has run for a later version) in its environment. It is waited for; if it fails that is
-    said, and the following goes on. Of moves meanwhile only the last counts.
+    command has run for a later version) in its environment. If it fails, that is said, and the
+    following goes on. If the ref moves while the command runs, only the last move counts.
 
     Examples:
 
@@ -103,7 +103,10 @@ def _words(line: str) -> list[str]:
 
 
 def _seen(session: Session, yard: Yard, ref: str, poll_s: float) -> Iterator[Version]:
-    """What the ref means, again and again. Raises Refused, but waits for one that means nothing."""
+    """The version a ref means, whenever it may have moved. Waits while it means nothing.
+
+    Raises Refused if it never can.
+    """
     from weightyard.names import Ref
     from weightyard.storage.cancel import Cancel
 
@@ -123,7 +126,7 @@ def _seen(session: Session, yard: Yard, ref: str, poll_s: float) -> Iterator[Ver
 
 
 def _with_near(yard: Yard, ref: str, why: YardError) -> str:
-    """Why a ref means nothing, and what is near: it may have been mistyped."""
+    """Why a ref means nothing, and what is near, as it may have been mistyped."""
     from weightyard.cli.refs import resolve
 
     try:
@@ -144,7 +147,8 @@ def _found(version: Version) -> dict[str, str]:
 
 def _files(session: Session, version: Version, taken: ExitStack) -> dict[str, str]:
     """A snapshot's folder, for as long as `taken` is open; nothing if there can be none."""
-    files = taken.enter_context(session.open())  # a yard gives up its snapshots when it is closed
+    # A yard of its own: it holds the snapshot until it is closed.
+    files = taken.enter_context(session.open())
     try:
         return {"WEIGHTYARD_PATH": str(files.snapshot(version.ref))}
     except Unsupported as why:
@@ -153,7 +157,7 @@ def _files(session: Session, version: Version, taken: ExitStack) -> dict[str, st
 
 
 def _run(session: Session, words: Sequence[str], version: Version, found: Mapping[str, str]) -> int:
-    """Run the command to its end, whichever; ended ourselves, we end it too."""
+    """Run the command to its end; if we are ended before, it is ended too. Returns its code."""
     began = time.monotonic()
     try:
         process = subprocess.Popen(
@@ -174,7 +178,7 @@ def _run(session: Session, words: Sequence[str], version: Version, found: Mappin
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-    code = code if code >= 0 else 128 - code  # by a signal: as shells tell it
+    code = code if code >= 0 else 128 - code  # ended by a signal: the code that shells give
     seconds = time.monotonic() - began
     if session.as_json:
         told = {

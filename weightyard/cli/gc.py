@@ -1,4 +1,4 @@
-"""`weightyard gc`: give back what no version needs."""
+"""`weightyard gc`: remove what no version needs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def gc(
         bool, typer.Option("--dry-run", help="Show what would go, and why; change nothing.")
     ] = False,
     grace: Annotated[
-        str, typer.Option(metavar="T", help="Keep what nobody needs for so long: 7d, 36h, 0s.")
+        str, typer.Option(metavar="T", help="How long to keep what nobody needs: 7d, 36h, 0s.")
     ] = "7d",
     unsafe_grace: Annotated[
         bool, typer.Option("--unsafe-grace", help="Allow a grace under a day on a shared yard.")
@@ -49,7 +49,7 @@ def gc(
     except ValueError as why:
         raise typer.BadParameter(str(why), param_hint="--grace") from None
     with session.open() as yard:
-        registry = yard.registry  # before the store is looked for, which a service may not say
+        registry = yard.registry  # first: says what to do where a service is in between
         options = GcOptions(
             grace_s=grace_s,
             unsafe_grace=unsafe_grace,
@@ -108,7 +108,7 @@ def _show(console: Console, report: GcReport) -> None:
     ]
     said = [line for amount, line in lines if amount]
     nothing = "Nothing to collect."
-    if not report.dry_run:  # which alone looks for what is condemned and waits
+    if not report.dry_run:  # only a dry run counts what is condemned and waits
         nothing = "Nothing to collect now; `gc --dry-run` shows what waits for its grace."
     for line in said or [nothing]:
         console.print(line, markup=False)

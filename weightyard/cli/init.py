@@ -13,16 +13,16 @@ from weightyard.cli.session import Session, command
 def init(
     session: Session,
     owner: Annotated[
-        str | None, typer.Option(metavar="USER", help="Whom the folders belong to.")
+        str | None, typer.Option(metavar="USER", help="The user to whom the folders belong.")
     ] = None,
     group: Annotated[
-        str | None, typer.Option(metavar="GROUP", help="Which group they belong to.")
+        str | None, typer.Option(metavar="GROUP", help="The group to which they belong.")
     ] = None,
     mode: Annotated[
         str | None,
         typer.Option(
             metavar="OCTAL",
-            help="Of the folders; files get the same without x. Default: 0755, or as it is.",
+            help="The folders' mode; files get it without x. Default: 0755, or as it is.",
         ),
     ] = None,
     dedup: Annotated[
@@ -65,7 +65,7 @@ def init(
         chosen = None if dedup is None else Dedup(dedup)
         bound = binding.bind(database, store, ownership, dedup=chosen)
         if any(value is not None for value in (owner, group, mode)):
-            store.init(ownership)  # of a yard that was there already
+            store.init(ownership)  # `bind` did it only if it made the yard
         result = {
             "store": store.url,
             "database": database.shown,

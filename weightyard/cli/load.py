@@ -24,7 +24,7 @@ def load(
     device: Annotated[str, typer.Option(help="Such as cpu, cuda or cuda:1.")] = "cpu",
     files: Annotated[
         list[str] | None,
-        typer.Option(metavar="G", help="Files whose tensors are meant, such as 'adapter/*'."),
+        typer.Option(metavar="G", help="Load the tensors in files that fit, such as 'adapter/*'."),
     ] = None,
     tensors: Annotated[
         list[str] | None,
@@ -38,7 +38,7 @@ def load(
         bool,
         typer.Option(
             "--cache/--no-cache",
-            help="Use this node's snapshot if there is one, else leave one of a whole version.",
+            help="Use this node's snapshot; without one, a load of a whole version leaves one.",
         ),
     ] = True,
     report: Annotated[bool, typer.Option("--report", help="Show bytes and time by stage.")] = False,
@@ -68,7 +68,7 @@ def load(
         for _ in range(repeat):
             with session.progress("Loading", total_bytes) as advance:
                 weights = yard.load(
-                    ref,  # as it was typed: so this node remembers it, for working offline
+                    ref,  # as it was typed: this node remembers it so, for working offline
                     device,
                     files=files,
                     tensors=tensors,
@@ -78,7 +78,7 @@ def load(
                     progress=advance,
                 )
             loaded.append((weights.version, weights.report))
-            del weights  # before the next ones: there may be room for one load only
+            del weights  # before the next load: there may be room for one only
     version, best = min(loaded, key=lambda one: one[1].seconds)
     reports = [one for _, one in loaded]
     result = {
@@ -106,7 +106,7 @@ def _show(console: Console, best: LoadReport, reports: list[LoadReport]) -> None
 
 
 def _show_report(console: Console, report: LoadReport) -> None:
-    """What happened; what did not is left out."""
+    """Show what happened in a load; lines of what did not happen are left out."""
     from weightyard.cli.tables import facts, table
     from weightyard.cli.wording import count, size
     from weightyard.storage.store import ReadPath
@@ -136,7 +136,7 @@ def _show_report(console: Console, report: LoadReport) -> None:
 
 
 def _cached(report: LoadReport) -> str:
-    """What of the tensors this node had; a snapshot may also have been made for them."""
+    """How much of the tensors came from a snapshot, or that one was made for this load."""
     from weightyard.cli.wording import size
 
     if not report.from_snapshot:
@@ -145,12 +145,12 @@ def _cached(report: LoadReport) -> str:
 
 
 def _resolved(age_s: float | None) -> str:
-    """How old the answer is by which a ref was resolved, where the yard was not asked."""
+    """How old the answer is that told what a ref means; empty if the yard was asked."""
     return "" if age_s is None else f"as it was when this node last asked, {age_s:.0f} s ago"
 
 
 def _stages(report: LoadReport) -> Iterator[tuple[str, str, str, str]]:
-    """Those that happened; those that are sums over threads below the one they are part of."""
+    """The stages that happened; below a stage, its parts, which are sums over threads."""
     from weightyard.cli.wording import size
     from weightyard.loader.report import OF_READ
 

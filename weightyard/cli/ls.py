@@ -31,7 +31,7 @@ def ls(
 ) -> None:
     """List the models, or the versions of one, the newest first.
 
-    A run is what a training writes checkpoints to; these are its versions.
+    A run is a model to which a training writes checkpoints, which are its versions.
 
     Examples:
 
@@ -52,7 +52,7 @@ def ls(
 
     is_project = name is None or name.endswith("/")
     if runs and not is_project:
-        raise typer.BadParameter("--runs lists them all: leave out NAME, or say PROJECT/")
+        raise typer.BadParameter("--runs lists all runs: leave out NAME, or say PROJECT/")
     wanted = dict(pairs("--tag", tag))
     if wanted and (runs or is_project):
         raise typer.BadParameter("--tag is for the versions of one model: say its NAME")

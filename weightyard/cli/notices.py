@@ -1,4 +1,4 @@
-"""What goes on behind a command, as far as a user should know: each kind of event once."""
+"""Notices: log lines that a user of a command should see, each kind of event once."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _SENTENCES = {
     "bytes.through_service": "bytes go through the service: {store} is not used ({reason})",
     "yard.unavailable": "{reason}: going on with what this node last knew",
 }
-"""What people see most often. The rest they see as it is logged, to look it up by its event."""
+"""Sentences for the most common events. Others are shown as logged, to be looked up by event."""
 
 _RESULTS = frozenset(("check.found",))
-"""What a command shows anyway, as its result."""
+"""Events that are not shown, as a command's result has them anyway."""
 
 
 class Notices(logging.Handler):
-    """Shows the first log line of each kind on stderr: a store tried thirty times is one notice."""
+    """Shows the first log line of each kind on stderr: thirty retries of a store are one notice."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands take, said once."""
+"""Options: arguments and options that several commands take."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Included: TypeAlias = Annotated[
     typer.Option(metavar="G", help="Only files that fit, such as '*.safetensors'."),
 ]
 Excluded: TypeAlias = Annotated[
-    list[str] | None, typer.Option(metavar="G", help="No files that fit, such as 'logs/*'.")
+    list[str] | None, typer.Option(metavar="G", help="Leave out files that fit, such as 'logs/*'.")
 ]
 MetricOption: TypeAlias = Annotated[
     list[str] | None, typer.Option(metavar="K=V", help="A measured value; may be repeated.")
@@ -31,7 +31,7 @@ MetadataOption: TypeAlias = Annotated[
 
 
 def pairs(option: str, given: Sequence[str] | None) -> list[tuple[str, str]]:
-    """What was given as K=V."""
+    """The pairs that were given as K=V."""
     found = []
     for one in given or ():
         key, equals, value = one.partition("=")

@@ -1,4 +1,4 @@
-"""The groups commands are shown in."""
+"""Panels: the groups in which `--help` shows the commands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import enum
 
 
 class Panel(enum.StrEnum):
-    """For whom a command is: who uses models, who runs a yard, who works on weightyard."""
+    """Whom a command is for: those who use models, run a yard, or work on weightyard."""
 
     MODELS = "Models"
     OPERATE = "Operate"

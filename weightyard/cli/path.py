@@ -1,4 +1,4 @@
-"""`weightyard path`: a folder of this node with a version's files, for other programs."""
+"""`weightyard path`: a folder on this node with a version's files, for other programs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ def path(
 ) -> None:
     """Print the folder with a version's real files on this node; they are fetched if need be.
 
-    The folder is this node's snapshot of the version: do not write into it. It stays until
-    others are needed more (`weightyard cache`).
+    The folder is this node's snapshot of the version: do not write into it. It stays until its
+    room is needed for others (`weightyard cache`).
 
     Examples:
 
@@ -36,7 +36,7 @@ def path(
             try:
                 found = yard.snapshot(ref, include=include, exclude=exclude, progress=advance)
             except NoSuchThing:
-                resolve(yard, ref)  # which says what is near, if it is the ref that leads nowhere
+                resolve(yard, ref)  # if the ref means nothing, its error says what is near
                 raise
         place = Place.at(found)
         record = place.read_record() if place is not None else None

@@ -1,4 +1,4 @@
-"""What long commands show of how far they are: bars on a terminal, elsewhere plain lines."""
+"""Progress of long commands: bars on a terminal, elsewhere plain lines."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from weightyard.registry.progress import Step
 
 PLAIN_EVERY_S = 10.0
-"""How often a run without a terminal says where it is: a short one says nothing."""
+"""How often a line is printed without a terminal: a short run prints none."""
 
 _TELLING_BYTES = 32 << 20
 _TELLING_SHARE = 0.05
@@ -71,7 +71,7 @@ class _TimeLeft(ProgressColumn):
 
 @contextmanager
 def bar(doing: str, total_bytes: int | None) -> Iterator[Callable[[int], None]]:
-    """Shows bytes done, rate and time left, and is gone afterwards. Takes bytes from any thread."""
+    """Shows bytes done, rate and time left, until it is left. Takes bytes from any thread."""
     shown = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -92,7 +92,7 @@ def plain_bytes(
     total_bytes: int | None,
     now: Callable[[], float] = time.monotonic,
 ) -> Callable[[int], None]:
-    """Says a line now and then, for logs: bytes done, rate and time left. From any thread."""
+    """Prints a line now and then: bytes done, rate and time left. Takes bytes from any thread."""
     began = said_at = now()
     so_far = 0
     lock = threading.Lock()
@@ -121,7 +121,7 @@ def _far(doing: str, done_bytes: int, total_bytes: int | None, seconds: float) -
 
 @contextmanager
 def steps() -> Iterator[Callable[[Step], None]]:
-    """Shows which step a run is at and how far, and is gone afterwards."""
+    """Shows which step a run is at, and how much of it is done, until it is left."""
     shown = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -140,7 +140,7 @@ def steps() -> Iterator[Callable[[Step], None]]:
 def plain_steps(
     say: Callable[[str], None], now: Callable[[], float] = time.monotonic
 ) -> Callable[[Step], None]:
-    """Says a line now and then, for logs."""
+    """Prints a line now and then."""
     said_at = now()
 
     def tell(step: Step) -> None:

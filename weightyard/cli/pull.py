@@ -40,9 +40,9 @@ def pull(
     began = time.monotonic()
     with session.open() as yard:
         try:
-            version, manifest = yard.use(ref)  # as it was typed: so this node remembers it
+            version, manifest = yard.use(ref)  # as it was typed: this node remembers it so
         except NoSuchThing:
-            resolve(yard, ref)  # which says what is near
+            resolve(yard, ref)  # its error says what is near
             raise
         files = plan_snapshot(manifest, Choice(include, exclude)).files
         total_bytes = sum(file.bytes for file in files)

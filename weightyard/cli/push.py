@@ -57,7 +57,10 @@ def push(
     ] = "auto",
     delta: Annotated[
         Literal["off", "also", "only"],
-        typer.Option(help="Store what differs from --parent: instead (only) or besides (also)."),
+        typer.Option(
+            help="Store what differs from --parent: in place of (only), or beside (also) "
+            "whole blocks."
+        ),
     ] = "off",
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Show what would be sent; send nothing.")
@@ -91,7 +94,7 @@ def push(
     tags = dict(pairs("--tag", tag))
     said = parsed_metadata(metadata)
     if delta != "off" and parent is None:
-        raise typer.BadParameter(f"--delta {delta} needs --parent: what to differ from")
+        raise typer.BadParameter(f"--delta {delta} needs --parent: the version to compare with")
     with session.open() as yard:
         if parent is not None:
             from weightyard.cli.refs import resolve

@@ -27,8 +27,8 @@ def rebuild(
 ) -> None:
     """Fill an empty database from a store: versions, numbers, aliases and their history.
 
-    Tokens, quotas and the audit log are not in a store, and do not come back. The database the
-    store belonged to so far is refused from then on.
+    Tokens, quotas and the audit log are not in a store, and do not come back. The database to
+    which the store belonged so far is refused from then on.
 
     Examples:
 
@@ -47,8 +47,8 @@ def rebuild(
         opened_database(session, None) as database,
     ):
         session.confirm(
-            f"Rebuild {database.shown} from {store.url}? The database it belonged to so far "
-            "can then no longer be used.",
+            f"Rebuild {database.shown} from {store.url}? The store's database until now can "
+            "then no longer be used.",
             yes=yes,
         )
         report = rebuild_registry(store, database, adopt=adopt, who=current_user())
@@ -67,7 +67,7 @@ def _show(console: Console, report: RebuildReport) -> None:
     )
     for title, lines in (
         ("Damaged: their content did not come back, push it again", report.damaged),
-        ("Lost: files that tell nothing any more", report.lost),
+        ("Lost: what is missing or cannot be read", report.lost),
         ("Not kept in a store", report.not_kept),
     ):
         if lines:

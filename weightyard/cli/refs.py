@@ -1,4 +1,4 @@
-"""Refs as users type them: looked up, with help where they lead nowhere."""
+"""Refs as users type them: looks them up, and says what is near where they mean nothing."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def _near(yard: Yard, ref: Ref) -> str:
 
 
 def _names_near(yard: Yard, model: ModelName) -> list[str]:
-    """Names that may have been meant: all of a small yard; of a large one those which come first,
-    those which come first in the project, and those which begin like the name that was given."""
+    """Names that may have been meant. Of a large yard only some: the first names, the first in the
+    project, and those that begin with the same letter as the name that was given."""
     names: dict[str, None] = {}
     for after in (None, ModelName(model.project, "0"), ModelName(model.project, model.name[0])):
         page = yard.catalogue.models(kind=None, after=after, limit=_PAGE)

@@ -36,8 +36,8 @@ def retention(
 ) -> None:
     """Show or set which versions of a model may go; `weightyard gc` removes them.
 
-    A version stays while any rule keeps it. One with an alias, one that others were made from,
-    and the newest never go.
+    A version stays while any rule keeps it. Versions that have an alias, or from which others were
+    made, and the newest one never go.
 
     Examples:
 
@@ -68,7 +68,7 @@ def retention(
         raise typer.BadParameter(f"{first['loc'][0]}: {first['msg']}") from None
     says_something = wanted != Retention()
     if off and says_something:
-        raise typer.BadParameter("--off stands alone")
+        raise typer.BadParameter("--off goes with no other rule")
     with session.open() as yard:
         rules = find_model(yard, name).retention
         if off or says_something:
@@ -91,7 +91,7 @@ def _best(text: str) -> KeepBest:
         return KeepBest.model_validate({"metric": metric, "mode": mode, "count": count})
     except ValidationError:
         raise typer.BadParameter(
-            "a metric, min or max, and how many: loss:min:3", param_hint="--keep-best"
+            "say a metric, min or max, and how many: loss:min:3", param_hint="--keep-best"
         ) from None
 
 

@@ -27,8 +27,9 @@ def rm(
 ) -> None:
     """Remove a version, or a model that has no versions left. Shows first what that would free.
 
-    The bytes go when `weightyard gc` finds that no version needs them. A version with an alias,
-    or that others were made from, is protected. Which version is not guessed.
+    The bytes go when `weightyard gc` finds that no version needs them. A version that has an alias,
+    or from which others were made, is protected. REF must say which version: a name alone does not
+    mean the newest here.
 
     Examples:
 

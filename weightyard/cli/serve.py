@@ -26,13 +26,13 @@ def serve(
         ),
     ] = None,
     host: Annotated[str, typer.Option(help="The address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8600,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="The port; 0: any free one.")] = 8600,
 ) -> None:
     """Serve a yard over REST. Any number of these may run on one database.
 
-    An embedded yard (a folder with SQLite) on this host lets every program of it in as long as
-    there is no token, and says so. Elsewhere it needs tokens, or a proxy that says who is asking.
-    With --json, one line says where it serves once it does.
+    An embedded yard (a folder with SQLite), served on loopback, lets in every program of this host
+    as long as there is no token, and says so. All others need tokens, or a proxy that says who is
+    asking. With --json, one line says where it serves, once it does.
 
     Examples:
 
@@ -68,8 +68,8 @@ def serve(
         typer.echo(f"weightyard serves {opened.url} on {url}", err=True)
         if is_open:
             typer.echo(
-                "There is no token yet: every program on this host may do everything. "
-                "`weightyard token create NAME --role admin` closes it.",
+                "There is no token yet: every program on this host may do everything, until "
+                "`weightyard token create NAME --role admin` makes one.",
                 err=True,
             )
 
@@ -87,11 +87,11 @@ def serve(
 
 
 def _log_everything() -> None:
-    """A service's log is for its operator: every line, with its time, on stderr."""
+    """Print every log line on stderr, with its time: a service's log is for its operator."""
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("hdfs").setLevel(logging.WARNING)  # it tells of every client it makes
+    logging.getLogger("hdfs").setLevel(logging.WARNING)  # it logs a line for every client it makes
     package = logging.getLogger("weightyard")
     package.handlers = []
     package.propagate = True

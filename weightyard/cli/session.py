@@ -1,4 +1,4 @@
-"""Session: what every command has: the yard it works on, and how it talks."""
+"""Session: the yard that a command works on, and the way the command prints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ YardOption = Annotated[
         "--yard",
         metavar="URL",
         rich_help_panel=_PANEL,
-        help="Service (http://…), store (hdfs://…) or folder. Goes before the environment.",
+        help="Service (http://…), store (hdfs://…) or folder. Overrides the environment.",
     ),
 ]
 TokenOption = Annotated[
@@ -42,7 +42,7 @@ TokenOption = Annotated[
         "--token",
         metavar="TOKEN",
         rich_help_panel=_PANEL,
-        help="For a service. Better in WEIGHTYARD_TOKEN, where other users do not see it.",
+        help="A service's token. Better in WEIGHTYARD_TOKEN, where other users do not see it.",
     ),
 ]
 JsonOption = Annotated[
@@ -70,7 +70,7 @@ class Session:
     quiet: bool = False
 
     def open(self) -> Yard:
-        """The yard that the options, else the environment, name."""
+        """Open the yard that the options name, or else the environment."""
         from weightyard.opening import open_yard
 
         return open_yard(self.url, token=self.token, settings=self.settings())
@@ -84,13 +84,14 @@ class Session:
         """Print a result: as JSON if that was asked for, else for people."""
         if self.as_json:
             text = json.dumps(result, indent=2, ensure_ascii=False, default=str)
-            # Half a character, of a name that is not UTF-8, as JSON escapes it: it is no byte then.
+            # A surrogate, from a name that is not UTF-8, becomes an escape of JSON: stdout would
+            # otherwise write the byte it stands for.
             sys.stdout.write(text.encode(errors="backslashreplace").decode() + "\n")
         else:
             human(console())
 
     def say(self, line: str) -> None:
-        """Something worth knowing that is not the result."""
+        """Print something worth knowing that is not the result."""
         if not self.quiet:
             typer.echo(line, err=True)
 
@@ -104,7 +105,7 @@ class Session:
 
     @contextmanager
     def progress(self, doing: str, total_bytes: int | None) -> Iterator[Callable[[int], None]]:
-        """A bar with rate and time left, on a terminal; elsewhere a line at times. Takes bytes."""
+        """Takes bytes done: shows a bar on a terminal, elsewhere prints a line now and then."""
         if self.quiet or self.as_json:
             yield lambda done_bytes: None
             return
@@ -118,7 +119,7 @@ class Session:
 
     @contextmanager
     def steps(self) -> Iterator[Callable[[Step], None]]:
-        """Takes the steps of a run: shown as they go on a terminal, elsewhere a line at times."""
+        """Takes the steps of a run: shows them on a terminal, else prints a line now and then."""
         if self.quiet or self.as_json:
             yield lambda step: None
             return
@@ -141,10 +142,10 @@ def console() -> Console:
 
 
 def command(function: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the options all commands have, and turns errors into exit codes.
+    """Gives a command the options that all commands have, and turns errors into exit codes.
 
-    The function gets a Session first, then its own options. An option given before the command's
-    name (`weightyard --json ls`) counts as well as after it.
+    The function gets a Session first, then its own options. Common options may also be given before
+    the command's name (`weightyard --json ls`).
     """
 
     @functools.wraps(function)
@@ -169,14 +170,14 @@ def command(function: Callable[..., None]) -> Callable[..., None]:
     )
     signature = inspect.Signature([context, *own, *extra])
     run.__doc__ = _unwrapped(function.__doc__ or "")
-    del run.__wrapped__  # Typer would read the options of that one
+    del run.__wrapped__  # Typer would take its signature, without the common options
     run.__signature__ = signature  # type: ignore[attr-defined]
     run.__annotations__ = {name: one.annotation for name, one in signature.parameters.items()}
     return run
 
 
 def _unwrapped(text: str) -> str:
-    """A docstring whose paragraphs are a line each: Typer keeps the line ends of a source file."""
+    """A docstring with one line for each paragraph: Typer would keep the source's line ends."""
     paragraphs = inspect.cleandoc(text).split("\n\n")
     return "\n\n".join(re.sub(r"\n(?! )", " ", one) for one in paragraphs)
 

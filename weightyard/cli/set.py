@@ -1,4 +1,4 @@
-"""`weightyard set`: how a version is kept."""
+"""`weightyard set`: change how a version is kept."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def set_(
 ) -> None:
     """Change how many copies of a version there are, and on what kind of disk.
 
-    A pack that several versions use is kept as the most demanding of them asks. HDFS follows in
-    its own time.
+    A pack that several versions use is kept as the most demanding of them asks. It may take HDFS a
+    while to follow.
 
     Examples:
 

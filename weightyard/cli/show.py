@@ -1,4 +1,4 @@
-"""`weightyard show`: all there is to know of a version."""
+"""`weightyard show`: all that is known of a version."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def show(
 
 
 def _is_on_hdfs(yard: Yard) -> bool:
-    """Whether there is a NameNode that has to remember what is stored."""
+    """Whether the store is on HDFS, where a NameNode keeps each file in its memory."""
     from weightyard.client.catalogue import HttpCatalogue
 
     catalogue = yard.catalogue

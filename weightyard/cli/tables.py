@@ -1,4 +1,4 @@
-"""Tables and lists for people. Text others wrote is shown, never obeyed."""
+"""Tables and lists for people. A terminal never acts on text that others wrote."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 _WIDE = 120
-"""Columns of a terminal; what is no terminal counts as wider."""
+"""From this many columns on there is room. What is no terminal counts as wider."""
 
 _RIGHT = ("size", "new", "bytes", "stored", "versions", "step", "generation")
 
@@ -31,7 +31,7 @@ def table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]
     for column in columns:
         is_number = column in _RIGHT
         justify: Literal["right", "left"] = "right" if is_number else "left"
-        # Folded where it is too long, never cut: a digest or a name is there to be copied.
+        # Folded if too long, never cut: people copy names and digests from here.
         shown.add_column(column, justify=justify, no_wrap=is_number, overflow="fold")
     for row in rows:
         shown.add_row(*(Text(clean(cell)) for cell in row))
@@ -39,14 +39,14 @@ def table(console: Console, columns: Sequence[str], rows: Iterable[Sequence[str]
 
 
 def moment(console: Console, at: datetime | None) -> str:
-    """A time for a table of a row a line: how long ago, and where there is room, when exactly."""
+    """A time in a table: how long ago, and the exact time only where there is room."""
     from weightyard.cli.wording import ago, when
 
     return when(at) if at is None or console.width >= _WIDE else ago(at)
 
 
 def facts(console: Console, pairs: Iterable[tuple[str, str]]) -> None:
-    """What is known, one a line: a name and its value. Those without a value are left out."""
+    """Names and values, one pair on each line. Those without a value are left out."""
     from rich.table import Table
     from rich.text import Text
 

@@ -1,4 +1,4 @@
-"""`weightyard token`: whom the service lets in."""
+"""`weightyard token`: make, list and revoke the tokens of a service."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class _Keeper(Protocol):
-    """Who keeps tokens: a registry, or a service that has one."""
+    """What keeps tokens: a registry, or a service in front of one."""
 
     def create_token(self, name: TokenName, role: Role, projects: Sequence[str]) -> NewToken: ...
 
@@ -45,7 +45,7 @@ def create(
     role: Annotated[str, typer.Option(metavar="read|write|admin", help="What it may do.")] = "read",
     project: Annotated[
         list[str] | None,
-        typer.Option(metavar="P", help="Where; may be repeated. Default: every project."),
+        typer.Option(metavar="P", help="A project it is for; may be repeated. Default: all."),
     ] = None,
 ) -> None:
     """Make a token.

@@ -1,4 +1,4 @@
-"""How amounts and times are written for people, and read from them."""
+"""Wording: amounts and times as people write and read them."""
 
 from __future__ import annotations
 
