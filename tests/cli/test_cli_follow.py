@@ -28,6 +28,26 @@ sys.exit(3)
 """
 
 
+LOSING = """
+import os
+from weightyard.cli import main
+from weightyard.transfer import watching
+
+class Finalized:
+    def __del__(self):
+        os.kill(os.getpid(), int(os.environ["SIGNAL"]))
+        for _ in range(1000):  # Python calls a signal's handler between two of its steps
+            pass
+
+def pause(*given, real=watching.pause):
+    Finalized()
+    real(*given)
+
+watching.pause = pause
+main()
+"""
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_the_command_runs_at_every_move_even_if_it_fails_until_the_end(
     cli: Cli, base: Path, tuned: Path, tmp_path: Path, number: signal.Signals, code: int
@@ -53,6 +73,17 @@ def test_the_command_runs_at_every_move_even_if_it_fails_until_the_end(
     assert [note["VERSION"] for note in told] == ["1", "2"]
     assert told[1]["DIGEST"] == cli.json("show", PROD)["digest"]
     assert told[1]["files"] == ["config.json", "model.safetensors"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_whose_exception_python_drops_ends_it_all_the_same(
+    cli: Cli, base: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
+) -> None:
+    cli.ok("push", base, BERT, "--alias", "prod")
+    monkeypatch.setenv("SIGNAL", str(int(number)))
+    words = ("follow", PROD, "--exec", "true", "--poll", "0.1")
+    done = subprocess.run([sys.executable, "-c", LOSING, *words], capture_output=True, timeout=30)
+    assert done.returncode == code, done.stderr
 
 
 def test_a_move_behind_a_service_is_told_and_not_found_by_asking(

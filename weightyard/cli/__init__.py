@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import signal
 import sys
 import traceback
 from io import TextIOWrapper
@@ -36,6 +35,7 @@ from weightyard.cli import (
     show,
     token,
 )
+from weightyard.cli.ending import end_by_signals
 from weightyard.cli.panels import Panel
 from weightyard.cli.session import (
     JsonOption,
@@ -103,8 +103,7 @@ def _options(
 
 def main() -> None:
     """Run the command line; an error of weightyard becomes a message and its exit code."""
-    # As an exit, so that a push which a scheduler ends gives back what it holds.
-    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    end_by_signals()
     if isinstance(sys.stdout, TextIOWrapper):  # names of folders may have bytes that are not UTF-8
         sys.stdout.reconfigure(errors="surrogateescape")
     # The signal may come while a connection is closed: the pool would print a traceback of it.

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from weightyard.cli.ending import require_going_on
 from weightyard.cli.session import Session, command
 from weightyard.errors import NoSuchThing, Refused, Unsupported, YardError
 
@@ -112,6 +113,7 @@ def _seen(session: Session, yard: Yard, ref: str, poll_s: float) -> Iterator[Ver
 
     told = ""
     for seen in yard.catalogue.watch(Ref.parse(ref), poll_s=poll_s, stop=Cancel()):
+        require_going_on()
         if not isinstance(seen, YardError):
             told = ""
             yield seen
