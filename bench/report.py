@@ -68,7 +68,8 @@ again to prove it, and returns when every pack is on as many DataNodes as asked 
 _PUSH = """\
 ## Push
 
-A folder with one safetensors file of bf16 tensors, pushed to a yard in HDFS with two copies: read,
+A folder with one safetensors file of bf16 tensors, on a disk and in the page cache, pushed to a
+yard in HDFS with two copies: read,
 hashed, encoded, proved, packed, published, recorded in a new SQLite registry. hdfs-native writes
 the same file from memory, with two copies: in one stream, and cut into as many files as a push
 writes packs at once. Where the DataNodes are the limit, a push at equal concurrency is faster by
