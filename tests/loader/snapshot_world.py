@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import numpy as np
 import safetensors.numpy
 
+from weightyard.names import Digest
 from weightyard.opening import open_yard
 from weightyard.settings import Settings
 from weightyard.yard import Yard
@@ -57,3 +59,21 @@ def leftovers(cache: Path) -> list[str]:
         for name in (".building", ".going")
         for file in (root / name).glob("*")
     ]
+
+
+def push(yard: Yard, model: Path) -> Digest:
+    return Digest(yard.push(model, BERT, alias="prod").digest)
+
+
+def damage(file: Path, at: int | None = None) -> None:
+    """Change a byte, by default in the middle, not the time: as a disk does."""
+    before = file.stat()
+    at = before.st_size // 2 if at is None else at
+    file.chmod(0o600)
+    with file.open("r+b") as opened:
+        opened.seek(at)
+        byte = opened.read(1)
+        opened.seek(at)
+        opened.write(bytes([byte[0] ^ 1]))
+    file.chmod(0o400)
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
