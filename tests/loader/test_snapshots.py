@@ -9,7 +9,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +29,6 @@ from weightyard.opening import open_yard
 from weightyard.registry.collect import GcOptions
 from weightyard.testing.cluster import MiniCluster
 from weightyard.yard import Yard
-
-
-@pytest.fixture
-def yard(tmp_path: Path) -> Iterator[Yard]:
-    with yard_in(tmp_path) as opened:
-        yield opened
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model", 1, 2)
 
 
 def test_a_snapshot_has_the_versions_files_bit_for_bit_and_nothing_else(

@@ -5,31 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from snapshot_world import BERT, content, damage, push, write_model, yard_in
+from snapshot_world import BERT, content, damage, push, yard_in
 from waiting import SOON_S, eventually
 
-from weightyard.errors import (
-    Damaged,
-)
+from weightyard.errors import Damaged
 from weightyard.loader.locks import Lock
 from weightyard.loader.snapshot import Place
 from weightyard.yard import Yard
-
-
-@pytest.fixture
-def yard(tmp_path: Path) -> Iterator[Yard]:
-    with yard_in(tmp_path) as opened:
-        yield opened
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    return write_model(tmp_path / "model", 1, 2)
 
 
 def test_a_damaged_byte_is_found_set_aside_and_said(
