@@ -168,6 +168,7 @@ class Yard(Catalogued, Loads, Closing):
         include: Patterns | None = None,
         exclude: Patterns | None = None,
         follow_links: bool = False,
+        rehash: bool = False,
         replication: int | None = None,
         policy: str | None = None,
         codec: Literal["auto", "raw"] = "auto",
@@ -184,8 +185,9 @@ class Yard(Catalogued, Loads, Closing):
         A folder may lie in HDFS (`hdfs://…`): it is streamed. `include` and `exclude` are patterns
         of its paths; `follow_links` takes a link to a file for that file, as in the cache of the
         Hugging Face Hub, else links are refused. What the store has already is not sent again, so
-        a push that was interrupted goes on where it stopped. Nothing is visible before all of it
-        is.
+        a push that was interrupted goes on where it stopped. Files that have not changed since they
+        were pushed from this host are not even read; `rehash` reads them all the same. Nothing is
+        visible before all of it is.
 
         `alias`: is put on the version as it is published. `parent`: the ref of the version it was
         made from. `message`, `metrics`, `tags`, `metadata` (JSON): what is said of it, and can be
@@ -221,7 +223,7 @@ class Yard(Catalogued, Loads, Closing):
         if isinstance(source, Gathered):
             return self._push(source, model, said, codec, delta, progress)
         with self.gather(
-            source, include=include, exclude=exclude, follow_links=follow_links
+            source, include=include, exclude=exclude, follow_links=follow_links, rehash=rehash
         ) as gathered:
             return self._push(gathered, model, said, codec, delta, progress)
 
@@ -246,11 +248,12 @@ class Yard(Catalogued, Loads, Closing):
         include: Patterns | None = None,
         exclude: Patterns | None = None,
         follow_links: bool = False,
+        rehash: bool = False,
     ) -> Gathered:
         """What a push of this source would consist of; `push` also takes this as its source.
 
-        For callers that want to know first how much it is. `include`, `exclude`, `follow_links`: as
-        in `push`. A context manager. Raises NoSuchThing, NotAllowed, Refused.
+        For callers that want to know first how much it is. `include`, `exclude`, `follow_links`,
+        `rehash`: as in `push`. A context manager. Raises NoSuchThing, NotAllowed, Refused.
         """
         if isinstance(source, Mapping):
             from weightyard.loader.state import state_content
@@ -269,6 +272,7 @@ class Yard(Catalogued, Loads, Closing):
             exclude,
             self._settings,
             follow_links=follow_links,
+            rehash=rehash,
         )
 
     def preview(

@@ -162,7 +162,7 @@ def test_a_source_that_changed_before_it_was_read_again_is_refused(store: Store)
     Writer(store, catalogue.upload()).write(contents([MemorySource(raw) for raw in raws[:29]]))
     changed = Elsewhere(raws[29], later=raws[0])
     sources = [*(Elsewhere(raw) for raw in raws[:29]), changed]
-    with pytest.raises(Conflict, match="changed while it was read"):
+    with pytest.raises(Conflict, match="changed since it was hashed"):
         Writer(store, catalogue.upload(), FOUR).write(contents(sources))
     assert not catalogue.placements([block_id(raws[29])])
 
@@ -203,7 +203,7 @@ def test_memory_that_changed_before_it_was_read_again_is_refused(store: Store) -
         if claims == ["claim", "claim"]:  # the second one is for those that are not kept
             tensors[29][:] += 1
 
-    with pytest.raises(Conflict, match="changed while it was read"):
+    with pytest.raises(Conflict, match="changed since it was hashed"):
         Writer(store, WatchedUpload(catalogue.upload(), train), FOUR).write(
             contents([*map(MemorySource, tensors)])
         )
@@ -403,7 +403,7 @@ def test_a_source_that_changed_before_its_pack_was_written_again_is_refused(stor
     catalogue, raws = MemoryCatalogue(), data(4)
     sources = [*(Elsewhere(raw) for raw in raws[:3]), Elsewhere(raws[3], later=raws[0])]
     failing = FaultyStore(store, on_call=_fail_once("close"))
-    with pytest.raises(Conflict, match="changed while it was read"):
+    with pytest.raises(Conflict, match="changed since it was hashed"):
         Writer(RetryingStore(failing, QUICK), catalogue.upload()).write(contents(sources))
     assert not catalogue.packs
 

@@ -46,6 +46,9 @@ def push(
     follow_links: Annotated[
         bool, typer.Option("--follow-links", help="Take a link to a file for that file.")
     ] = False,
+    rehash: Annotated[
+        bool, typer.Option("--rehash", help="Read files although they have not changed.")
+    ] = False,
     replication: Annotated[
         int | None, typer.Option(metavar="N", min=1, max=512, help="Copies in HDFS.")
     ] = None,
@@ -69,7 +72,8 @@ def push(
     """Publish a folder as the next version of a model.
 
     What the store has already is not sent again: a push that was interrupted goes on where it
-    stopped. Nothing is visible before all of it is.
+    stopped. Files that have not changed since they were pushed from this host are not even read.
+    Nothing is visible before all of it is.
 
     Examples:
 
@@ -101,7 +105,7 @@ def push(
 
             parent = resolve(yard, parent).ref
         with yard.gather(
-            path, include=include, exclude=exclude, follow_links=follow_links
+            path, include=include, exclude=exclude, follow_links=follow_links, rehash=rehash
         ) as gathered:
             if dry_run:
                 with session.progress("Reading", gathered.logical_bytes) as advance:

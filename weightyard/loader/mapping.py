@@ -17,8 +17,8 @@ from weightyard.format.safetensors import (
     parse_header,
 )
 from weightyard.loader.recent import Recent
-from weightyard.loader.stamp import Stamp
 from weightyard.loader.state import torch_dtype
+from weightyard.transfer.stamp import Stamp
 
 if TYPE_CHECKING:
     import torch

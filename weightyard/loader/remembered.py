@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -15,12 +14,12 @@ from pydantic import ValidationError
 from weightyard.errors import YardError
 from weightyard.format import manifest as manifests
 from weightyard.format.manifest import Manifest
-from weightyard.loader.private import private_folder, read_small, write_small
 from weightyard.loader.recent import Recent
 from weightyard.loader.snapshot import modified_s
 from weightyard.logs import Log
 from weightyard.names import Digest, Ref
 from weightyard.records import Record, RememberedVersion, Version
+from weightyard.transfer.private import keep_newest, private_folder, read_small, write_small
 
 _log = Log(__name__)
 
@@ -131,9 +130,9 @@ class Remembered:
     def prune(self) -> None:
         """Forget the oldest over the bounds; manifests of snapshots stay."""
         snapshots = self._cache / "snapshots"
-        _keep_newest(self.resolutions, MAX_RESOLUTIONS, MAX_RESOLUTIONS * _MAX_RESOLUTION_BYTES)
+        keep_newest(self.resolutions, MAX_RESOLUTIONS, MAX_RESOLUTIONS * _MAX_RESOLUTION_BYTES)
         kept = {file.name[:64] for file in snapshots.glob("[0-9a-f]*")}
-        _keep_newest(self.manifests, MAX_MANIFESTS, MAX_MANIFEST_BYTES, kept)
+        keep_newest(self.manifests, MAX_MANIFESTS, MAX_MANIFEST_BYTES, kept)
 
     def _note(self, ref: str, version: Version) -> None:
         noted = self._noted.get(ref)
@@ -165,20 +164,3 @@ def _parts(manifest: Manifest) -> int:
     extents = sum(len(file.extents) for file in manifest.files)
     extents += sum(len(box.extents) for tensor in manifest.tensors for box in tensor.boxes)
     return 1 + len(manifest.blocks) + len(manifest.tensors) + extents
-
-
-def _keep_newest(
-    folder: Path, most: int, most_bytes: int, kept: Collection[str] = frozenset()
-) -> None:
-    files = []
-    with suppress(OSError):
-        for file in folder.iterdir():
-            with suppress(OSError):
-                seen = file.lstat()
-                files.append((seen.st_mtime, seen.st_size, file))
-    for _, size, file in sorted(files, key=lambda one: one[0], reverse=True):
-        if file.name in kept:
-            continue
-        most, most_bytes = most - 1, most_bytes - size
-        if most < 0 or most_bytes < 0:
-            file.unlink(missing_ok=True)

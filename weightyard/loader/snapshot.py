@@ -20,13 +20,13 @@ from blake3 import blake3
 from weightyard.closing import Closing
 from weightyard.errors import Damaged, InvalidName, NoSuchThing
 from weightyard.loader.locks import Lock
-from weightyard.loader.private import is_own_file, is_own_folder, read_small, write_small
 from weightyard.loader.recent import Recent
 from weightyard.loader.rechecking import RECHECK_S, recheck_behind
-from weightyard.loader.stamp import Stamp
 from weightyard.logs import Log
 from weightyard.names import Digest, FilePath
+from weightyard.transfer.private import is_own_file, is_own_folder, read_small, write_small
 from weightyard.transfer.source import translated
+from weightyard.transfer.stamp import Stamp
 
 if TYPE_CHECKING:
     import torch

@@ -37,7 +37,6 @@ from weightyard.errors import (
     YardError,
 )
 from weightyard.loader.locks import Lock
-from weightyard.loader.private import private_folder, read_small, write_small
 from weightyard.loader.recent import Recent
 from weightyard.loader.snapshot import ROOT_NAME, FileRecord, Place, Record, Snapshot, modified_s
 from weightyard.logs import Log
@@ -45,6 +44,7 @@ from weightyard.names import Digest, FilePath
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.final_name import sync
 from weightyard.storage.local import require_path
+from weightyard.transfer.private import private_folder, read_small, write_small
 from weightyard.transfer.source import translated
 
 if TYPE_CHECKING:

@@ -20,11 +20,11 @@ import msgspec
 
 from weightyard.errors import YardError
 from weightyard.loader.locks import Lock
-from weightyard.loader.private import private_folder, read_small, write_small
 from weightyard.loader.rechecking import RECHECK_S
-from weightyard.loader.stamp import Stamp
 from weightyard.logs import Log
 from weightyard.storage.stitched import FileRun
+from weightyard.transfer.private import private_folder, read_small, write_small
+from weightyard.transfer.stamp import Stamp
 
 _log = Log(__name__)
 

@@ -81,10 +81,11 @@ def folder_contents(
     wanted: Callable[[FilePath], bool] = lambda path: True,
     *,
     follow_links: bool = False,
+    opened: Callable[[Path], Source] = FileSource,
 ) -> list[Content]:
     """The files of a folder that are wanted, split. Raises NoSuchThing if none is."""
     files = files_in(folder, follow_links=follow_links)
-    found = ((path, FileSource(file)) for path, file in files if wanted(path))
+    found = ((path, opened(file)) for path, file in files if wanted(path))
     contents = split_sources(found, block_bytes)
     if not contents:
         raise NoSuchThing(f"{folder} has no file that fits")

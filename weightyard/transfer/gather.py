@@ -14,6 +14,7 @@ from weightyard.errors import NoSuchThing
 from weightyard.names import FilePath
 from weightyard.settings import Settings
 from weightyard.transfer.folder import folder_contents, split_sources
+from weightyard.transfer.known import KnownFiles
 from weightyard.transfer.options import texts_of
 from weightyard.transfer.source import Source
 from weightyard.transfer.strict_json import strict_json, why_not_kept
@@ -89,19 +90,22 @@ def gather_files(
     settings: Settings | None = None,
     *,
     follow_links: bool = False,
+    rehash: bool = False,
 ) -> Gathered:
     """The files of a folder, here or in HDFS, or one file.
 
-    `follow_links` is for folders of this host: links to files count as those files. Raises
-    NoSuchThing, NotAllowed, BadSetting; Conflict if a file of HDFS is still being written.
+    For folders of this host: `follow_links` counts links to files as those files; `rehash` also
+    reads files that have not changed since this user pushed them. Raises NoSuchThing, NotAllowed,
+    BadSetting; Conflict if a file of HDFS is still being written.
     """
     choice = Choice(include, exclude)
-
+    settings = settings or Settings()
     if not str(source).lower().startswith(("hdfs://", "viewfs://")):
+        known = KnownFiles(settings.cache, rehash=rehash)
         contents = folder_contents(
-            Path(source), block_bytes, choice.takes, follow_links=follow_links
+            Path(source), block_bytes, choice.takes, follow_links=follow_links, opened=known.open
         )
-        return Gathered(contents)
+        return Gathered(contents, known.close)
     from weightyard.storage.hdfs.tree import HdfsTree
 
     tree = HdfsTree(str(source), settings)

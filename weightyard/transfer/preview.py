@@ -25,7 +25,7 @@ def preview(
 ) -> PushPlan:
     """Which bytes a push to a project would send.
 
-    Reads and hashes everything; claims and writes nothing.
+    Hashes what is not known; claims and writes nothing.
     """
     names = _hashed(contents, progress)
     ids = [id for blocks in names for id in blocks]

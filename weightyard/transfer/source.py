@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 from typing_extensions import Buffer
@@ -25,6 +25,7 @@ from weightyard.errors import (
 from weightyard.format.block import MIB, block_id_of
 from weightyard.format.splitting import Piece
 from weightyard.names import BlockId
+from weightyard.transfer.stamp import Stamp
 
 _PASSING_BYTES = MIB
 """How much is read at a time of a file that is only looked at: it fits a core's own cache."""
@@ -45,6 +46,10 @@ _BY_ERRNO: dict[int, type[YardError]] = {
 }
 
 
+Span: TypeAlias = tuple[int, int]
+"""Where a run of bytes begins, and its length."""
+
+
 class Source(ABC):
     """A run of bytes, which should not change while it is written. Thread-safe.
 
@@ -52,6 +57,9 @@ class Source(ABC):
     """
 
     length: int
+    names: dict[Span, BlockId] | None = None
+    """The blocks that runs of its bytes are, where that may be believed without reading them. Who
+    hashes a run adds it; who finds that one of them is wrong clears them all."""
 
     @abstractmethod
     def read_into(self, offset: int, into: memoryview) -> None:
@@ -101,8 +109,8 @@ class FileSource(Source):
     def __init__(self, path: Path) -> None:
         self._path = path
         with translated(path):
-            self._state = _state(path.stat())
-        self.length = self._state.length
+            self.stamp = Stamp.of(path.stat())
+        self.length = self.stamp.bytes
 
     def read_into(self, offset: int, into: memoryview) -> None:
         with self._opened() as file:
@@ -130,20 +138,11 @@ class FileSource(Source):
         while rest and (done := os.preadv(file, [rest], offset)):
             offset += done
             rest = rest[done:]
-        # Looked at last, so that a change while it was read is noticed too.
-        if rest or _state(os.fstat(file)) != self._state:
+        # Looked at last, so that a change while it was read is noticed too. Not by the whole stamp:
+        # a new name or mode changes that as well.
+        now = Stamp.of(os.fstat(file))
+        if rest or (now.bytes, now.modified_ns) != (self.stamp.bytes, self.stamp.modified_ns):
             raise Conflict(f"{self._path} changed while it was read: push it again")
-
-
-class _State(NamedTuple):
-    """By which a change of a file is noticed; its length alone does not tell."""
-
-    length: int
-    modified_ns: int
-
-
-def _state(status: os.stat_result) -> _State:
-    return _State(status.st_size, status.st_mtime_ns)
 
 
 @contextmanager
@@ -167,13 +166,33 @@ def piece_view(piece: Piece, sources: Sequence[Source]) -> memoryview | None:
     return sources[part.source].view(part.start, part.length)
 
 
+def known_id(piece: Piece, sources: Sequence[Source]) -> BlockId | None:
+    """The name of the block a piece becomes, if it is known without reading it."""
+    if len(piece.parts) != 1:
+        return None
+    (part,) = piece.parts
+    return (sources[part.source].names or {}).get((part.start, part.length))
+
+
+def learn_id(piece: Piece, sources: Sequence[Source], block: BlockId) -> None:
+    """Have the source of a piece know the name of the block it becomes."""
+    if len(piece.parts) == 1:
+        (part,) = piece.parts
+        if (names := sources[part.source].names) is not None:
+            names[part.start, part.length] = block
+
+
 def piece_id(piece: Piece, sources: Sequence[Source]) -> BlockId:
     """The name of the block a piece becomes. No copy of its bytes is kept."""
-    return block_id_of(
+    if (known := known_id(piece, sources)) is not None:
+        return known
+    block = block_id_of(
         passing
         for part in piece.parts
         for passing in sources[part.source].passing(part.start, part.length)
     )
+    learn_id(piece, sources, block)
+    return block
 
 
 def piece_bytes(piece: Piece, sources: Sequence[Source]) -> memoryview:

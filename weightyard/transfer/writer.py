@@ -32,7 +32,7 @@ from weightyard.transfer.durable import require_replicas, was_counted
 from weightyard.transfer.filling import Filling, PackInWork, ReadyBlock
 from weightyard.transfer.memory import Buffers, SpareMemory
 from weightyard.transfer.plan import Wanted
-from weightyard.transfer.source import Source, piece_id, read_piece
+from weightyard.transfer.source import Source, known_id, learn_id, piece_id, read_piece
 from weightyard.transfer.together import run_together
 
 _BATCH_PIECES = 1024
@@ -160,6 +160,18 @@ class Cut:
         read_piece(self.piece, self.sources, raw)
         return raw
 
+    @property
+    def known(self) -> BlockId | None:
+        """Its name, where that is known and nobody wants its bytes."""
+        return known_id(self.piece, self.sources) if self.into is None else None
+
+    def require_same(self, block: BlockId, raw: memoryview) -> None:
+        """Raises Conflict if these are not the bytes that were hashed."""
+        if block_id(raw) != block:
+            for source in self.sources:
+                (source.names or {}).clear()
+            raise Conflict(f"block {block} changed since it was hashed: push it again")
+
 
 @dataclass(frozen=True, slots=True)
 class NewBlock:
@@ -277,10 +289,14 @@ class Writer:
         They are a copy even if the source is in memory: training may go on meanwhile, and a tensor
         that changed after it was hashed would be stored under the wrong name.
         """
+        if (known := cut.known) is not None:
+            return known, None
         if not is_kept and cut.into is None:
             return piece_id(cut.piece, cut.sources), None
         raw = cut.read(self._buffers)
-        return block_id(raw), raw
+        id = block_id(raw)
+        learn_id(cut.piece, cut.sources, id)
+        return id, raw
 
     def _claimed_bases(self, new: Mapping[BlockId, Cut]) -> Set[BlockId]:
         """The bases that may be used: held by the upload, and standalone. Deltas have depth 1."""
@@ -341,7 +357,7 @@ class Writer:
         if raw is None:
             raw = np.empty(cut.piece.raw_bytes, np.uint8).data
             read_piece(cut.piece, cut.sources, raw)
-        _require_same(encoding.block, raw)
+        cut.require_same(encoding.block, raw)
         again = codec.encode(raw, hint=hint, block=encoding.block)
         if again.encoding != encoding:
             raise Bug(f"block {encoding.block}: encoded twice it is not the same")
@@ -395,7 +411,7 @@ class Writer:
     def _read_again(self, block: NewBlock) -> memoryview:
         """Read a block's bytes again. Raises Conflict if they are not those that were hashed."""
         raw = block.cut.read(self._buffers)
-        _require_same(block.id, raw)
+        block.cut.require_same(block.id, raw)
         return raw
 
     def _write_pack(self, pack: PackInWork, stop: threading.Event) -> None:
@@ -456,15 +472,9 @@ def _odd_last(blocks: Iterable[ReadyBlock]) -> Iterator[ReadyBlock]:
 
 
 def _within(limit_bytes: int, cuts: Sequence[Cut]) -> Sequence[Cut]:
-    """The first cuts, at least one, that together are no longer than the limit."""
-    ends = accumulate(cut.piece.raw_bytes for cut in cuts)
+    """The first cuts, at least one, of which together no more is read than the limit."""
+    ends = accumulate(cut.piece.raw_bytes if cut.known is None else 0 for cut in cuts)
     return cuts[: max(1, sum(end <= limit_bytes for end in ends))]
-
-
-def _require_same(block: BlockId, raw: memoryview) -> None:
-    """Raises Conflict if these bytes are not those that were hashed."""
-    if block_id(raw) != block:
-        raise Conflict(f"block {block} changed while it was read: push it again")
 
 
 def _write_block(stage: Stage, block: ReadyBlock) -> None:

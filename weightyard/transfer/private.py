@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import secrets
 import stat
+from collections.abc import Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -80,10 +81,32 @@ def read_small(file: Path, limit_bytes: int) -> bytes | None:
         handle = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
-    with open(handle, "rb") as opened:
+    try:
         seen = os.fstat(handle)
         if not stat.S_ISREG(seen.st_mode) or seen.st_uid != os.geteuid():
             return None
-        # Not up to the limit at once: `read` makes memory for as much as it is asked for.
-        content = opened.read(min(seen.st_size, limit_bytes) + 1)
+        with open(handle, "rb", closefd=False) as opened:
+            # Not up to the limit at once: `read` makes memory for as much as it is asked for.
+            content = opened.read(min(seen.st_size, limit_bytes) + 1)
+    finally:
+        os.close(handle)
     return content if len(content) <= limit_bytes else None
+
+
+def keep_newest(
+    folder: Path, most: int, most_bytes: int, kept: Collection[str] = frozenset()
+) -> None:
+    """Remove the files of a folder that were written longest ago, over a number and over a length
+    of all together. Those of the names `kept` stay, and do not count."""
+    files = []
+    with suppress(OSError):
+        for file in folder.iterdir():
+            with suppress(OSError):
+                seen = file.lstat()
+                files.append((seen.st_mtime, seen.st_size, file))
+    for _, size, file in sorted(files, key=lambda one: one[0], reverse=True):
+        if file.name in kept:
+            continue
+        most, most_bytes = most - 1, most_bytes - size
+        if most < 0 or most_bytes < 0:
+            file.unlink(missing_ok=True)
