@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
+import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -254,3 +257,24 @@ def test_a_system_that_does_not_tell_its_mounts_has_nothing_believed(
         assert marking_devices() == frozenset()
     monkeypatch.setattr("weightyard.transfer.stamp._MOUNTS", tmp_path / "none")
     assert marking_devices() == frozenset()
+
+
+def test_a_write_through_a_mapping_is_noticed_once_the_file_has_been_written_to_a_disk(
+    yard: Yard, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system's own doing: no other kind of write is so easily missed."""
+    monkeypatch.setattr(known, "marking_devices", marking_devices)
+    with tempfile.TemporaryDirectory(prefix="weightyard-tests-", dir="/var/tmp") as disk:
+        if Path(disk).stat().st_dev not in marking_devices():
+            pytest.skip("/var/tmp is not on a disk of this host whose file system marks changes")
+        file = Path(disk, "weights.bin")
+        file.write_bytes(_noise(1))
+        with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0) as mapped:
+            mapped[0] = 1
+            mapped.flush()  # as the system does by itself within a minute
+            yard.push(disk, MODEL)
+            assert (tmp_path / "cache" / known.FOLDER_NAME).is_dir()
+            time.sleep(0.02)  # a tick of the clock
+            mapped[1] = 2
+            pushed = yard.push(disk, MODEL)
+            assert content(yard, pushed, tmp_path / "out") == mapped[:]
