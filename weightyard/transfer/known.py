@@ -6,6 +6,7 @@ cache has one small record for each file; losing it costs a reading.
 
 from __future__ import annotations
 
+import os
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -30,9 +31,8 @@ LEAST_BYTES = MIB
 """Of a file that is remembered: to hash a shorter one takes hardly longer than to look it up."""
 
 SETTLED_NS = 60_000_000_000
-"""How long ago a file must have been changed to be remembered. A program that has it mapped can
-write to a page twice, and only the first time counts as a change, unless the system has written the
-page to the disk in between. It does so after about half a minute."""
+"""How long ago a file must have been changed to be remembered. The system has then written it to
+the disk by itself, and a later write cannot have the same time by its clock."""
 
 _FORMAT = 1
 _MAX_RECORDS = 4096
@@ -61,11 +61,27 @@ class KnownFile(FileSource):
     """A file whose blocks may be known. Thread-safe."""
 
     def __init__(self, path: Path, records: Path, *, rehash: bool) -> None:
-        self._looked_ns = time.time_ns()
+        looked_ns = time.time_ns()
         super().__init__(path)
         self._record = records / f"{self.stamp.device:x}-{self.stamp.inode:x}"
         self._recalled = {} if rehash else _recall(self._record, self.stamp)
         self.names = dict(self._recalled)
+        self._shows_changes = bool(self._recalled) or self._settle(looked_ns)
+
+    def _settle(self, now_ns: int) -> bool:
+        """Whether every later change of the file will show in its stamp. Before anything is read.
+
+        A write through a mapping shows if it is the first to its page since the page was written to
+        the disk. The system did that long ago, as a rule; it is asked to finish it now.
+        """
+        if now_ns - self.stamp.changed_ns < SETTLED_NS:
+            return False
+        if self.stamp.device not in marking_devices():
+            return False
+        with suppress(OSError, YardError), self._opened() as file:
+            os.fdatasync(file)
+            return True
+        return False
 
     def keep(self) -> bool:
         """Remember what was learned, unless the file has changed. Returns whether it did.
@@ -76,10 +92,9 @@ class KnownFile(FileSource):
         if not self._recalled.items() <= names.items():
             self._record.unlink(missing_ok=True)  # it said what was wrong
             return False
-        is_settled = self._looked_ns - self.stamp.changed_ns >= SETTLED_NS
-        if names == self._recalled or not is_settled or Stamp.of(self._path.stat()) != self.stamp:
+        if names == self._recalled or not self._shows_changes:
             return False
-        if self.stamp.device not in marking_devices():
+        if Stamp.of(self._path.stat()) != self.stamp:
             return False
         private_folder(self._record.parent)
         blocks = tuple(_Block(*span, name.raw) for span, name in sorted(names.items()))
