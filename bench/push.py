@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import secrets
 import shutil
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from bench.worker import Action, Prepare
 from weightyard.opening import open_yard
 from weightyard.settings import Settings
 from weightyard.storage.final_name import sync
+from weightyard.transfer.known import SETTLED_NS
 from weightyard.transfer.writer import WriteOptions
 
 FOLDER = "/bench/push"
@@ -30,23 +31,39 @@ STREAMS = WriteOptions().lanes
 """How many packs a push writes at once."""
 
 FIRST, AGAIN = "first push", "second push"
+_SCRATCH = "push-"
 
 
 class _Push:
     """Pushes a folder to a yard, and remembers how much that stored."""
 
     def __init__(
-        self, url: str, folder: str, database: str, codec: Literal["auto", "raw"], is_second: bool
+        self,
+        url: str,
+        folder: str,
+        scratch: Path,
+        codec: Literal["auto", "raw"],
+        is_second: bool,
+        rehash: bool,
     ) -> None:
-        self._yard = open_yard(url, settings=Settings(db=f"sqlite:///{database}"))
+        """What a push remembers of files is in `scratch`: the next first push knows nothing."""
+        settings = Settings(db=f"sqlite:///{scratch}/yard.db", cache=scratch / "cache")
+        self._yard = open_yard(url, settings=settings)
         self._folder = folder
         self._codec: Literal["auto", "raw"] = codec
+        self._rehash = rehash
         self._is_second = is_second
         self._pushes = 0
         self.stored_bytes = 0
 
     def __call__(self) -> Sequence[memoryview]:
-        pushed = self._yard.push(self._folder, "bench/model", replication=COPIES, codec=self._codec)
+        pushed = self._yard.push(
+            self._folder,
+            "bench/model",
+            replication=COPIES,
+            codec=self._codec,
+            rehash=self._rehash,
+        )
         self._pushes += 1
         self.stored_bytes = pushed.stored_bytes
         if self._is_second and self._pushes == 2 and pushed.packs_written:
@@ -55,11 +72,17 @@ class _Push:
 
 
 def push(
-    site: Site, *, folder: str, url: str, codec: Literal["auto", "raw"], is_second: bool = False
+    site: Site,
+    *,
+    folder: str,
+    url: str,
+    codec: Literal["auto", "raw"],
+    is_second: bool = False,
+    rehash: bool = False,
 ) -> Action:
     """`Yard.push` of a folder: read, hash, encode, prove, pack, publish, record."""
-    database = f"{site.scratch}/{secrets.token_hex(4)}.db"
-    return _Push(f"{url}/{secrets.token_hex(4)}", folder, database, codec, is_second)
+    scratch = Path(tempfile.mkdtemp(prefix=_SCRATCH, dir=site.scratch))
+    return _Push(f"{url}/{scratch.name}", folder, scratch, codec, is_second, rehash)
 
 
 def write_streams(site: Site, *, file: str, path: str, streams: int) -> Action:
@@ -110,6 +133,7 @@ def run(site: Site, length: int, repeat: int, done: Callable[[Row], object]) -> 
     file = folder / "model.safetensors"
     make_model(file, length)
     sync(file)  # no row is to share the machine with its way to the disk
+    time.sleep(SETTLED_NS / 1e9)  # only then is it recognised the next time
     length = max(1, length // TENSOR_BYTES) * TENSOR_BYTES
     url, path = f"{site.url}{FOLDER}", f"{FOLDER}/model.safetensors"
     clean = partial(_remove, site)
@@ -132,6 +156,7 @@ def run(site: Site, length: int, repeat: int, done: Callable[[Row], object]) -> 
             f"{STREAMS} of hdfs-native", f"{STREAMS} streams at once, as many as a push", STREAMS
         ),
         ours("the same again", AGAIN, codec="auto", is_second=True),
+        ours("the same again, read again", AGAIN, codec="auto", is_second=True, rehash=True),
     ]
     try:
         return measure(site, planned, repeat, done)
@@ -142,5 +167,5 @@ def run(site: Site, length: int, repeat: int, done: Callable[[Row], object]) -> 
 
 def _remove(site: Site) -> None:
     peers.native_client(site).delete(FOLDER, recursive=True)
-    for file in Path(site.scratch).glob("*.db*"):
-        file.unlink()
+    for folder in Path(site.scratch).glob(f"{_SCRATCH}*"):
+        shutil.rmtree(folder)

@@ -76,9 +76,10 @@ writes packs at once. Where the DataNodes are the limit, a push at equal concurr
 what it need not store, at most: 1 / the size left is the ceiling. Where client, NameNode and
 DataNodes share a few cores, the core-seconds below are the limit: what a push saves the DataNodes
 by storing less it spends on hashing, encoding and proving, so that it can be faster than one
-stream only by the time in which that stream lets cores wait. *The same again* reads and hashes
-every byte of the folder, which bounds it: to believe dates and sizes of files would be faster, and
-could publish other bytes than it says."""
+stream only by the time in which that stream lets cores wait. *The same again*: the file has not
+changed since it was pushed from this host, so it is not read. *Read again* (`--rehash`): every byte
+is read and hashed, which is what bounds it; so it is for a copy of the file, and for one that was
+written less than a minute before it was first pushed."""
 
 _MEMORY = f"""\
 ## Memory beyond the tensor
