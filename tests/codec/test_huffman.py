@@ -62,6 +62,9 @@ lengths = st.one_of(
 @example(CHUNK_BYTES, list(range(256)), 0.02, 0)
 @example(CHUNK_BYTES, list(range(255, -1, -1)), 1.0, 0)
 @example(CHUNK_BYTES, [0, 255], 0.0, 0)
+@example(CHUNK_BYTES, [*range(130, 90, -1), 0], 0.1, 0)
+@example(CHUNK_BYTES, [0, *range(192, 256)], 0.1, 0)
+@example(CHUNK_BYTES, [0, *range(191, 256)], 0.1, 0)
 @example(2000, [128, 127], 0.0, 0)
 @example(2000, [129, 1], 0.0, 0)
 def test_any_zstd_reads_back_what_was_coded_and_so_do_we(
@@ -90,8 +93,11 @@ def test_a_symbol_that_occurs_once_where_no_sample_looks_is_there_afterwards(sym
         require_whole(one)
 
 
-def test_exponents_take_about_what_zstd_itself_makes_of_them() -> None:
-    values = np.random.default_rng(8).normal(0, 0.02, CHUNK_BYTES // 2).astype("<f4")
+@pytest.mark.parametrize("zeros", [0, 1e-5, 0.01, 0.3])
+def test_exponents_take_about_what_zstd_itself_makes_of_them(zeros: float) -> None:
+    rng = np.random.default_rng(8)
+    values = rng.normal(0, 0.02, CHUNK_BYTES // 2).astype("<f4")
+    values[rng.random(values.size) < zeros] = 0
     exponents = (values.view("<u4") >> 23).astype(np.uint8)
     frame = coder.frame(exponents.data)
     assert frame is not None

@@ -29,7 +29,7 @@ typedef struct {
 } scratch;
 
 typedef struct {
-  int first, last;                /* the least and the greatest symbol */
+  int first, last;                /* the least symbol other than 0, and the greatest */
   int depth;                      /* bits of the longest code */
   byte bits[SYMBOLS];             /* 0: does not occur */
   uint16_t code[SYMBOLS];
@@ -110,7 +110,7 @@ static int make_tree(const uint32_t *count, tree *t)
       t->depth = depth[i];
     if (order[i] > t->last)
       t->last = order[i];
-    if (order[i] < t->first)
+    if (order[i] && order[i] < t->first)
       t->first = order[i];
   }
   unsigned code = 0;
@@ -131,21 +131,29 @@ static void count_bytes(const byte *data, size_t n, uint32_t counts[STREAMS][SYM
     counts[0][data[i]]++;
 }
 
-static WIDEST void limits(const byte *data, size_t n, byte *least, byte *greatest)
+typedef struct {
+  byte least, greatest;           /* other than 0 */
+  int has_zero;
+} limits;
+
+/* The exponent of a float that is 0 lies far from all others. */
+static WIDEST limits limits_of(const byte *data, size_t n)
 {
-  byte low = 255, high = 0;
+  byte low = 255, high = 0, lowest = 255;
   for (size_t i = 0; i < n; i++) {
-    low = data[i] < low ? data[i] : low;
+    byte less = (byte)(data[i] - 1);
+    low = less < low ? less : low;
     high = data[i] > high ? data[i] : high;
+    lowest = data[i] < lowest ? data[i] : lowest;
   }
-  *least = low, *greatest = high;
+  limits found = {(byte)(low + 1), high, lowest == 0};
+  return found;
 }
 
 /* How often each symbol occurs, about; 0 only of those that do not. */
 static void count_symbols(const byte *data, size_t n, uint32_t *count, scratch *s)
 {
-  byte least, greatest;
-  limits(data, n, &least, &greatest);
+  const limits found = limits_of(data, n);
   int sampled = n > COUNT_ALL_BYTES;
   for (;; sampled = 0) {
     memset(s->counts, 0, sizeof s->counts);
@@ -157,7 +165,8 @@ static void count_symbols(const byte *data, size_t n, uint32_t *count, scratch *
     int unseen = 0;
     for (int i = 0; i < SYMBOLS; i++) {
       count[i] = s->counts[0][i] + s->counts[1][i] + s->counts[2][i] + s->counts[3][i];
-      if (sampled && !count[i] && i >= least && i <= greatest)
+      int may_occur = i ? i >= found.least && i <= found.greatest : found.has_zero;
+      if (sampled && !count[i] && may_occur)
         count[i] = 1, unseen++;
     }
     if (unseen <= MAX_UNSEEN)

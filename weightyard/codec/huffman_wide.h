@@ -1,7 +1,7 @@
 /* Huffman codes of 32 bytes at once, where the processor has AVX-512: for huffman.c.
 
    The table is in registers, so there is one only for symbols that lie close together, as exponents
-   do. Neighbours are joined three times, as if they were one symbol with a longer code. A test that
+   do; that of 0, which lies far from the others, has a register of its own. Neighbours are joined three times, as if they were one symbol with a longer code. A test that
    defines NARROW has the other way on every machine. */
 
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(NARROW)
@@ -12,7 +12,7 @@
 enum { AT_ONCE = 32, SPAN = 64, JOINED_BITS = 56 }; /* and 7 that wait, in one store */
 
 typedef struct {
-  __m512i first, codes[2];        /* 16 bits each: the code, and above it how many bits it has */
+  __m512i first, codes[2], zero;  /* 16 bits each: the code, and above it how many bits it has */
 } wide_table;
 
 static int is_wide(const tree *t)
@@ -21,13 +21,19 @@ static int is_wide(const tree *t)
          __builtin_cpu_supports("bmi2");
 }
 
+static uint16_t wide_code(const tree *t, int symbol)
+{
+  return (uint16_t)(t->bits[symbol] << 12 | t->code[symbol]);
+}
+
 static WIDE wide_table make_wide(const tree *t)
 {
   uint16_t codes[SPAN] = {0};
   for (int s = t->first; s <= t->last; s++)
-    codes[s - t->first] = (uint16_t)(t->bits[s] << 12 | t->code[s]);
+    codes[s - t->first] = wide_code(t, s);
   wide_table w = {_mm512_set1_epi16((short)t->first),
-                  {_mm512_loadu_si512(codes), _mm512_loadu_si512(codes + SPAN / 2)}};
+                  {_mm512_loadu_si512(codes), _mm512_loadu_si512(codes + SPAN / 2)},
+                  _mm512_set1_epi16((short)wide_code(t, 0))};
   return w;
 }
 
@@ -53,6 +59,7 @@ static inline WIDE void put_32(wide_stream *s, const byte *data, const wide_tabl
   __m512i symbols = _mm512_cvtepu8_epi16(_mm256_loadu_si256((const void *)data));
   __m512i found = _mm512_permutex2var_epi16(t->codes[0], _mm512_sub_epi16(symbols, t->first),
                                             t->codes[1]);
+  found = _mm512_mask_mov_epi16(found, _mm512_testn_epi16_mask(symbols, symbols), t->zero);
   __m512i bits = _mm512_srli_epi16(found, 12);
   __m512i code = _mm512_and_si512(found, _mm512_set1_epi16(0xFFF));
 
