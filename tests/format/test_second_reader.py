@@ -27,6 +27,7 @@ from weightyard.format.pack import PACK_HEADER, PackBuilder, padding
 from weightyard.format.splitting import BoxShape, StateTensor
 from weightyard.names import MAX_PATH_BYTES, MAX_TENSOR_NAME_BYTES, PackId, is_tensor_name
 from weightyard.records import Version
+from weightyard.registry import binding, history
 from weightyard.registry.binding import Owner, YardFile
 from weightyard.registry.history import JournalEntry
 
@@ -278,6 +279,8 @@ def test_examples_on_the_page_are_right() -> None:
         f"corners of boxes in a manifest, as section 6 counts them | {manifest.MAX_CORNERS}",
         f"path, tensor name | {MAX_PATH_BYTES} bytes",
         f"path, tensor name | {MAX_TENSOR_NAME_BYTES} bytes",
+        f"`yard.json`, owner | {binding.MAX_BINDING_BYTES} bytes",
+        f"commit record, entry of the journal | {history.MAX_RECORD_BYTES} bytes",
         f"safetensors header split by tensors | {safetensors.MAX_HEADER_BYTES} bytes, "
         f"{safetensors.MAX_HEADER_COMMAS} commas",
     ],
@@ -310,6 +313,7 @@ def test_every_dtype_and_codec_is_on_the_page() -> None:
         ("a b", True),
         ("ä́", True),
         ("", False),
+        ("a/b\\c:d", True),
         ("a\tb", False),
         ("a\u200bb", False),
         ("é" * 513, False),

@@ -7,6 +7,7 @@ import json
 import math
 import re
 import struct
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,30 @@ def test_the_example_on_the_page_is_what_is_written() -> None:
     text = "".join(shown.splitlines()).encode()
     assert text == encode(EXAMPLE)
     assert f"{len(text)} bytes with the BLAKE3 `{blake3(text).hexdigest()}`" in SECTION
+
+
+def test_floats_have_the_form_the_page_shows() -> None:
+    """What was saved must stay readable: another form, as of another JSON library, is refused."""
+    (rule,) = re.findall(r"^A finite float is written .*$", SECTION, re.MULTILINE)
+    shown = re.findall(r"`(-?[0-9.]+(?:e-?[0-9]+)?)`", rule)
+    assert len(shown) == 10
+    text = encode(State({"floats": [float(number) for number in shown]})).decode()
+    assert text.partition("[")[2].partition("]")[0].split(",") == shown
+
+
+@given(st.floats(allow_nan=False, allow_infinity=False))
+def test_floats_are_written_by_the_rule_on_the_page(value: float) -> None:
+    sign, digits, exponent = Decimal(repr(value)).normalize().as_tuple()
+    assert isinstance(exponent, int)
+    most = len(digits) - 1 + exponent
+    first, *others = map(str, digits)
+    if value == 0 or -5 <= most < 16:
+        form = format(Decimal(repr(value)).normalize(), "f")
+        form += "" if "." in form else ".0"
+    else:
+        form = "-" * sign + first + "." * bool(others) + "".join(others) + f"e{most}"
+    text = encode(State({"float": value})).decode()
+    assert text == f'{{"format":1,"objects":{{"float":{form}}},"paths":{{}}}}'
 
 
 def test_the_page_has_the_limits_of_state_json() -> None:

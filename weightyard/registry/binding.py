@@ -30,6 +30,9 @@ from weightyard.transfer.once import read_whole, write_once
 YARD_FORMAT = 1
 OWNER_FORMAT = 1
 
+MAX_BINDING_BYTES = 1 << 16
+"""Of `yard.json` and of an owner's file."""
+
 
 class YardFile(msgspec.Struct, frozen=True):
     """`yard.json`, written once when a store is made."""
@@ -198,7 +201,7 @@ def _remember(tx: Connection, found: YardFile) -> None:
 
 
 def _read(store: Store, path: StorePath, kind: type[_T], known: int) -> _T:
-    content = read_whole(store, path, 1 << 16)
+    content = read_whole(store, path, MAX_BINDING_BYTES)
     try:
         found = msgspec.json.decode(content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as why:
