@@ -123,6 +123,22 @@ def test_who_pushes_what_is_no_ordinary_safetensors_file_is_told_why_it_has_no_t
     assert cli("push", base, BERT).err == ""
 
 
+def test_every_file_that_is_kept_without_tensors_is_named(
+    cli: Cli, base: Path, tmp_path: Path
+) -> None:
+    whole = (base / "model.safetensors").read_bytes()
+    model = tmp_path / "cut"
+    model.mkdir()
+    for number in (1, 2, 3):
+        (model / f"shard-{number}.safetensors").write_bytes(whole[:-number])
+    told = cli("push", model, BERT).err.splitlines()
+    kept = "is kept as plain bytes, without tensors:"
+    assert [line for line in told if kept in line] == [
+        f"weightyard: shard-{number}.safetensors {kept} {number} bytes too few"
+        for number in (1, 2, 3)
+    ]
+
+
 def test_what_a_file_says_of_itself_is_shown_and_never_obeyed(cli: Cli, tmp_path: Path) -> None:
     header = rb'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4],"\u001b]0;owned\u0007":1}}'
     file = tmp_path / "model.safetensors"

@@ -1,4 +1,4 @@
-"""Notices: log lines that a user of a command should see, each kind of event once."""
+"""Notices: log lines that a user of a command should see, most kinds of event once."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ _SENTENCES = {
 }
 """Sentences for the most common events. Others are shown as logged, to be looked up by event."""
 
+_OF_EACH_FILE = frozenset(("file.kept_plain",))
+"""Events that are shown for every file: each file has its own reason, and is mended by itself."""
+
 _RESULTS = frozenset(("check.found",))
 """Events that are not shown, as a command's result has them anyway."""
 
 
 class Notices(logging.Handler):
-    """Shows the first log line of each kind on stderr: thirty retries of a store are one notice."""
+    """Shows log lines on stderr. Of most kinds the first: thirty retries are one notice."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -30,8 +33,9 @@ class Notices(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         line = record.getMessage()
         event = line.partition(" ")[0]
-        if event not in self._seen:
-            self._seen.add(event)
+        told = line if event in _OF_EACH_FILE else event
+        if told not in self._seen:
+            self._seen.add(told)
             if (sentence := _SENTENCES.get(event)) is not None:
                 line = " ".join(sentence.format_map(record.__dict__["fields"]).split())
             sys.stderr.write(f"weightyard: {clean(line)}\n")
