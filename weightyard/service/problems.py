@@ -149,6 +149,15 @@ def is_told(value: object) -> bool:
     return value is None or isinstance(value, int | str)
 
 
+def _is_called_json(request: Request) -> bool:
+    """Whether a body counts as JSON for the framework, which takes any other for plain text."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return kind == "application/json" or (
+        kind.startswith("application/") and kind.endswith("+json")
+    )
+
+
+_NO_PATH = "no such path: REST is under /api/v1, and /api/v1/openapi.json lists all of it"
 _IN_THE_LOG = "the service has a bug: its log tells more under this request id"
 
 
@@ -166,6 +175,8 @@ def install(app: FastAPI) -> None:
             for one in error.errors()[:20]
         ]
         detail = "; ".join(f"{one['where']}: {one['what']}" for one in found[:3])
+        if found[0]["where"] == "body" and not _is_called_json(request):
+            detail = "send the body with Content-Type: application/json"
         status, title = HTTPStatus.UNPROCESSABLE_ENTITY, title_of(Refused)
         return _problem(request, status, Refused.code, title, detail, {}, {"errors": found})
 
@@ -174,7 +185,9 @@ def install(app: FastAPI) -> None:
         status = HTTPStatus(error.status_code)
         code = _CODES.get(status, Refused.code)
         headers = error.headers or {}
-        return _problem(request, status, code, status.phrase, str(error.detail), headers, {})
+        # What is not there is a NoSuchThing; by itself the framework refuses paths only.
+        detail = _NO_PATH if status is HTTPStatus.NOT_FOUND else str(error.detail)
+        return _problem(request, status, code, status.phrase, detail, headers, {})
 
     async def on_anything(request: Request, error: Exception) -> Response:
         _log.warning("request.broke", id=_request_id(request), error=type(error).__name__)
