@@ -91,7 +91,9 @@ def _log_everything() -> None:
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
-    logging.getLogger("hdfs").setLevel(logging.WARNING)  # it logs a line for every client it makes
+    # A line for every client that is made, and for each of Alembic's own parts.
+    for talkative in ("hdfs", "alembic.runtime.plugins"):
+        logging.getLogger(talkative).setLevel(logging.WARNING)
     package = logging.getLogger("weightyard")
     package.handlers = []
     package.propagate = True
