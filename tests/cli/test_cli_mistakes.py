@@ -48,6 +48,11 @@ def test_a_name_with_a_slip_gets_a_suggestion(cli: Cli, base: Path) -> None:
     assert "Did you mean" in cli("shwo", BERT).err
 
 
+def test_who_lists_a_project_without_its_slash_is_told_of_it(cli: Cli, base: Path) -> None:
+    cli.ok("push", base, BERT)
+    assert cli.refused(2, "ls", "team").endswith("for the models of a project: weightyard ls team/")
+
+
 def test_a_yard_of_many_models_suggests_those_of_the_project(
     cli: Cli, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

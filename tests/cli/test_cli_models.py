@@ -132,6 +132,8 @@ def test_ls_lists_a_project_and_the_versions_with_a_tag(cli: Cli, base: Path) ->
     assert tagged("stage=eval") == [3, 2]
     assert tagged("stage=eval", "lang=de") == [2]
     assert tagged("stage=prod") == []
+    none = cli.ok("ls", BERT, "--tag", "stage=prod", "--tag", "lang=de")
+    assert none.strip() == "No version of team/bert has the tags stage=prod, lang=de"
     assert cli("ls", "--tag", "a=b").code == 2, "of which model?"
     assert cli("ls", "../").code == 2
 
@@ -158,6 +160,9 @@ def test_an_alias_moves_with_its_history_and_rolls_back(cli: Cli, base: Path, tu
     assert [(move["before"], move["after"]) for move in moves] == [(2, 1), (1, 2), (None, 1)]
     assert [move["reason"] for move in moves[:2]] == ["latency", "better"]
     assert "better" in cli.ok("alias", "log", BERT, "prod")
+    before = cli.ok("alias", "log", BERT, "prod", "--as-of", "2001-02-03T04:05:00")
+    assert before.strip() == "team/bert had no alias prod until 2001-02-03 04:05 UTC"
+    assert cli.ok("alias", "log", BERT, "beta").strip() == "team/bert never had the alias beta"
     cli.ok("alias", "rm", BERT, "prod")
     cli.refused(2, "show", f"{BERT}@prod")
 

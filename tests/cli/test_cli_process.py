@@ -172,6 +172,11 @@ def test_a_narrow_terminal_cuts_nothing_and_has_a_line_for_each_version(
     (line,) = (line for line in shown.splitlines() if " ago" in line or "just now" in line)
     assert line.split()[0] == "v1"
     assert "(" not in shown
+    cli.ok("alias", "set", BERT, "prod", "v1", "--reason", "better")
+    code, shown = _on_terminal([*cli.command("alias", "log", BERT, "prod")], env)
+    assert code == 0
+    (line,) = (line for line in shown.splitlines() if "better" in line)
+    assert re.match(r" \d{4}-\d\d-\d\d \d\d:\d\d \w+ ", line), "the minute, for --as-of"
 
 
 def test_on_a_terminal_rm_takes_no_for_an_answer(cli: Cli, base: Path) -> None:

@@ -40,6 +40,7 @@ def test_checkpoints_are_shown_by_their_steps(trained: Cli, tmp_path: Path) -> N
     shown = trained.ok("show", "team/run42@step-150")
     assert shown.startswith("team/run42@v2")
     assert "step" in shown
+    assert shown.rstrip().splitlines()[-1].startswith("cold load"), "no table of its no files"
     assert trained.json("show", "team/run42@step-150")["step"] == 150
     assert "@step-170" in trained.refused(2, "show", "team/run42@step-7")
     assert "Did you mean team/run42" in trained.refused(2, "show", "team/run43")

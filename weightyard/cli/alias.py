@@ -87,9 +87,12 @@ def log(
     with session.open() as yard:
         find_model(yard, name)
         moves = yard.alias_log(name, alias, as_of=until)
+    nothing = f"{name} never had the alias {alias}"
+    if until is not None:
+        nothing = f"{name} had no alias {alias} until {until:%Y-%m-%d %H:%M %Z}"
     session.show(
         {"model": name, "alias": alias, "moves": [move.model_dump(mode="json") for move in moves]},
-        lambda console: _show_log(console, f"{name} never had the alias {alias}", moves),
+        lambda console: _show_log(console, nothing, moves),
     )
 
 
@@ -161,8 +164,7 @@ def _show_move(session: Session, moved: AliasMove) -> None:
 
 
 def _show_log(console: Console, nothing: str, moves: Sequence[AliasMove]) -> None:
-    from weightyard.cli.tables import table
-    from weightyard.cli.wording import when
+    from weightyard.cli.tables import exact_moment, table
 
     if not moves:
         console.print(nothing, markup=False)
@@ -172,7 +174,7 @@ def _show_log(console: Console, nothing: str, moves: Sequence[AliasMove]) -> Non
         ["when", "from", "to", "by", "reason"],
         [
             (
-                when(move.at),
+                exact_moment(console, move.at),
                 f"v{move.before}" if move.before else "",
                 f"v{move.after}" if move.after else "removed",
                 move.who,

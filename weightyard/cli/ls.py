@@ -10,7 +10,7 @@ from weightyard.cli.options import TagOption, pairs
 from weightyard.cli.session import Session, command
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from rich.console import Console
 
@@ -48,6 +48,7 @@ def ls(
       weightyard ls team/bert --json
     """
     from weightyard.cli.refs import all_models, all_versions, find_model, version_json
+    from weightyard.errors import InvalidName
     from weightyard.names import ModelName
 
     is_project = name is None or name.endswith("/")
@@ -57,6 +58,12 @@ def ls(
     if wanted and (runs or is_project):
         raise typer.BadParameter("--tag is for the versions of one model: say its NAME")
     project = ModelName(name[:-1], "any").project if name and is_project else None
+    if name and "/" not in name:
+        project = ModelName(name, "any").project
+        raise InvalidName(
+            f"{name} is no model, which would be PROJECT/NAME; "
+            f"for the models of a project: weightyard ls {project}/"
+        )
     with session.open() as yard:
         if runs:
             found = _in_project(all_models(yard, kind="run"), project)
@@ -80,7 +87,7 @@ def ls(
         ]
     session.show(
         {"model": model.name, "versions": [version_json(version) for version in versions]},
-        lambda console: _show_versions(console, model, versions),
+        lambda console: _show_versions(console, model, versions, wanted),
     )
 
 
@@ -139,12 +146,18 @@ def _show_runs(console: Console, runs: Sequence[Model], project: str | None) -> 
     )
 
 
-def _show_versions(console: Console, model: Model, versions: Sequence[Version]) -> None:
+def _show_versions(
+    console: Console, model: Model, versions: Sequence[Version], wanted: Mapping[str, str]
+) -> None:
     from weightyard.cli.tables import clean, moment, table
     from weightyard.cli.wording import size
 
     if not versions:
-        console.print(f"{model.name} has no versions", markup=False)
+        said = f"{model.name} has no versions"
+        if wanted and model.versions:
+            tags = ", ".join(f"{key}={value}" for key, value in wanted.items())
+            said = f"No version of {model.name} has the tag{'s' * (len(wanted) > 1)} {tags}"
+        console.print(clean(said), markup=False)
         return
     is_run = model.kind == "run"
     table(

@@ -138,11 +138,12 @@ def _show(
         is_all = cost.shared_with_is_complete and len(most) == len(cost.shared_with)
         title = "shared with" if is_all else "shared with, among others"
         table(console, [title, "bytes"], [(ref, size(amount)) for ref, amount in most])
-    table(
-        console,
-        ["file", "size", "kind"],
-        [(file.path, size(file.bytes), file.kind) for file in manifest.files],
-    )
+    if manifest.files:  # a state dict has none
+        table(
+            console,
+            ["file", "size", "kind"],
+            [(file.path, size(file.bytes), file.kind) for file in manifest.files],
+        )
     if tensors:
         table(
             console,

@@ -45,6 +45,13 @@ def moment(console: Console, at: datetime | None) -> str:
     return when(at) if at is None or console.width >= _WIDE else ago(at)
 
 
+def exact_moment(console: Console, at: datetime) -> str:
+    """A time in a table, to the minute; how long ago that is only where there is room."""
+    from weightyard.cli.wording import minute, when
+
+    return when(at) if console.width >= _WIDE else minute(at)
+
+
 def facts(console: Console, pairs: Iterable[tuple[str, str]]) -> None:
     """Names and values, one pair on each line. Those without a value are left out."""
     from rich.table import Table

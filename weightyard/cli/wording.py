@@ -30,7 +30,12 @@ def when(moment: datetime | None) -> str:
     """A time, relative and absolute, in the reader's zone."""
     if moment is None:
         return "never"
-    return f"{ago(moment)} ({moment.astimezone():%Y-%m-%d %H:%M %Z})"
+    return f"{ago(moment)} ({minute(moment)})"
+
+
+def minute(moment: datetime) -> str:
+    """A time, to the minute, in the reader's zone."""
+    return f"{moment.astimezone():%Y-%m-%d %H:%M %Z}"
 
 
 def span(seconds: float) -> str:
