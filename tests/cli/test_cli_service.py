@@ -69,6 +69,14 @@ def test_what_a_token_may_not_is_refused_and_a_better_one_may(
     assert remote.refused(2, "ls", "--token", made["secret"])
 
 
+def test_who_makes_the_first_token_is_told_that_it_closes_the_service(cli: Cli) -> None:
+    made = cli("token", "create", "ci", "--role", "write", "--project", "team")
+    assert made.out.splitlines()[-1].startswith("wy_")
+    assert "From now on a service of this yard asks everyone for a token." in made.err
+    assert "--role admin" in made.err, "this one makes no others through the service"
+    assert cli("token", "create", "me", "--role", "admin").err == ""
+
+
 def test_who_shows_no_token_is_told_how_to(remote: Cli, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("WEIGHTYARD_TOKEN")
     assert "set WEIGHTYARD_TOKEN" in remote.refused(2, "ls")

@@ -64,7 +64,11 @@ def create(
     if role not in tuple(Role):
         raise typer.BadParameter(f"{role!r}: read, write or admin", param_hint="--role")
     with session.open() as yard:
-        made = _keeper(yard).create_token(TokenName(name), Role(role), project or [EVERY_PROJECT])
+        keeper = _keeper(yard)
+        is_first = not keeper.tokens(after=None, limit=1)
+        made = keeper.create_token(TokenName(name), Role(role), project or [EVERY_PROJECT])
+    if is_first:
+        session.say(_closes_the_service(made))
     session.show(
         made.model_dump(mode="json"), lambda console: _show_new(console, made, session.quiet)
     )
@@ -114,6 +118,18 @@ def _all(keeper: _Keeper) -> Iterator[Token]:
 
 def _keeper(yard: Yard) -> _Keeper:
     return cast(_Keeper, yard.catalogue)
+
+
+def _closes_the_service(first: NewToken) -> str:
+    from weightyard.records import EVERY_PROJECT, Role
+
+    said = "From now on a service of this yard asks everyone for a token."
+    if first.role is not Role.ADMIN or EVERY_PROJECT not in first.projects:
+        said += (
+            " This one cannot make others: with the yard's store and database, and not its "
+            "service, weightyard token create NAME --role admin makes one that can."
+        )
+    return said
 
 
 def _show_new(console: Console, made: NewToken, quiet: bool) -> None:
