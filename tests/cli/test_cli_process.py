@@ -153,9 +153,9 @@ with bar("Pushing", 1 << 40) as advance:
     env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "NO_COLOR": "1"}
     code, shown = _on_terminal([sys.executable, "-c", script], env)
     assert code == 0
-    assert re.search(r"Pushing .*/1\.0 TiB +[\d.]+ [kMG]B/s +(\d+ days?, )?\d+:\d\d:\d\d", shown), (
-        shown
-    )
+    assert re.search(
+        r"Pushing .*/1\.0 TiB +[\d.]+ [KMG]iB/s +(\d+ days?, )?\d+:\d\d:\d\d", shown
+    ), shown
 
 
 def test_a_narrow_terminal_cuts_nothing_and_has_a_line_for_each_version(

@@ -20,7 +20,6 @@ from rich.progress import (
     TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
-    TransferSpeedColumn,
 )
 from rich.text import Text
 
@@ -58,6 +57,14 @@ class _BytesDone(DownloadColumn):
         return super().render(task)
 
 
+class _Rate(ProgressColumn):
+    """`1.2 GiB/s`, in the units of the bytes beside it, which rich's own column does not have."""
+
+    def render(self, task: Task) -> Text:
+        shown = "?" if task.speed is None else f"{size(int(task.speed))}/s"
+        return Text(shown, style="progress.data.speed")
+
+
 class _TimeLeft(ProgressColumn):
     """`0:01:30`, as soon as it can be told."""
 
@@ -76,7 +83,7 @@ def bar(doing: str, total_bytes: int | None) -> Iterator[Callable[[int], None]]:
         TextColumn("{task.description}"),
         BarColumn(),
         _BytesDone(binary_units=True),
-        TransferSpeedColumn(),
+        _Rate(),
         _TimeLeft(),
         console=Console(stderr=True),
         transient=True,
