@@ -316,6 +316,23 @@ def test_replicas_name_the_datanodes(world: World, data: bytes) -> None:
     assert found["replicas"][0]["datanode"] == "localhost"
 
 
+def test_packs_that_gc_rewrites_between_two_pages_of_replicas_shift_no_page(world: World) -> None:
+    contents = [bytes([number]) * 300_000 for number in range(6)]
+    for content in contents:  # a pack for each
+        push(world.registry, world.store, "team/bert", content)
+    push(world.registry, world.store, "team/bert", *contents)
+    path = "models/team/bert/versions/7/replicas?limit=2"
+    before = [pack["pack"] for pack in world.call("GET", f"{path}00").json()["items"]]
+    assert before == sorted(before)
+    first = world.call("GET", path).json()
+    gone = update(schema.packs).where(schema.packs.c.name == before[0])
+    world.registry.database.write(lambda tx: tx.execute(gone.values(state="deleting")))
+    second = world.call("GET", path, params={"limit": 2, "after": first["next"]}).json()
+    assert [pack["pack"] for pack in first["items"] + second["items"]] == before[:4]
+    last = world.call("GET", path, params={"limit": 2, "after": second["next"]}).json()
+    assert ([pack["pack"] for pack in last["items"]], last["next"]) == (before[4:], None)
+
+
 def test_reading_a_file_is_a_use_of_the_version(world: World, data: bytes) -> None:
     version = "models/team/bert/versions/1"
     assert world.call("GET", version).json()["last_used"] is None

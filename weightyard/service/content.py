@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from bisect import bisect_right
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -325,10 +326,11 @@ async def replicas(
     blocks = [block.id for block in manifest.blocks]
     found = await yard.ask(yard.registry.placements, blocks, reading=caller.reading)
     names = sorted({placement.pack for some in found.values() for placement in some})
-    start = number_after(after) or 0
-    items = await yard.send(_locate, yard.store, names[start : start + limit])
-    end = start + limit
-    return Page(items=items, next=str(end) if end < len(names) else None)
+    # After a name, not a number of packs: gc may rewrite some between two pages.
+    if after is not None:
+        names = names[bisect_right(names, PackId(after)) :]
+    items = await yard.send(_locate, yard.store, names[:limit])
+    return Page(items=items, next=names[limit - 1].hex if limit < len(names) else None)
 
 
 def _locate(store: Store, packs: Sequence[PackId]) -> list[PackReplicas]:
