@@ -120,7 +120,11 @@ class Version(Record):
     created: datetime
     author: str = ""
     message: str = ""
-    parent: str | None = Field(default=None, examples=["team/bert@v2"])
+    parent: str | None = Field(
+        default=None,
+        description="The version it was made from; null also if one may not read that",
+        examples=["team/bert@v2"],
+    )
     step: int | None = Field(default=None, description="Of a checkpoint: the run's step")
     metrics: dict[str, float] = Field(default_factory=dict)
     tags: dict[str, str] = Field(default_factory=dict)
@@ -145,8 +149,11 @@ class Version(Record):
 
     @property
     def etag(self) -> str:
-        """Differs whenever anything of the record does, but for when it was last used."""
-        text = self.model_dump_json(exclude={"last_used"})
+        """Differs whenever anything that can change does, but for when it was last used.
+
+        Without the parent, which some readers are not told: all are to have the same one.
+        """
+        text = self.model_dump_json(exclude={"last_used", "parent"})
         return hashlib.blake2s(text.encode(), digest_size=16).hexdigest()
 
 

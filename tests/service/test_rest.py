@@ -12,6 +12,7 @@ from service_world import API, World, push
 from weightyard import errors
 from weightyard.errors import RegistryUnavailable, YardError
 from weightyard.names import AliasName, ModelName, Ref
+from weightyard.records import Version
 from weightyard.service import openapi, problems
 
 BERT = "models/team/bert"
@@ -398,3 +399,48 @@ def test_the_headers_of_answers_are_declared(two: World) -> None:
     files = "/api/v1/models/{project}/{name}/versions/{number}/files/{path}"
     part = schema["paths"][files]["get"]["responses"]["206"]
     assert part["headers"].keys() == {"ETag", "Content-Range"}
+
+
+def test_a_parent_is_named_only_to_those_who_may_read_it(world: World) -> None:
+    push(world.registry, world.store, "other/secret", b"base" * 30_000)
+    push(world.registry, world.store, "team/bert", b"tuned" * 30_000, parent="other/secret@v1")
+    one = f"{BERT}/versions/1"
+    for method, path in (
+        ("GET", f"{BERT}/resolve/latest"),
+        ("GET", f"{BERT}/versions"),
+        ("GET", one),
+        ("PATCH", one),
+        ("DELETE", one),
+    ):
+        body = {"message": "why"} if method == "PATCH" else None
+        if method != "DELETE":
+            assert "other/secret@v1" in world.call(method, path, json=body).text
+        hidden = world.call(method, path, token="lead", json=body)
+        assert hidden.status_code == 200
+        assert "secret" not in hidden.text, (method, path)
+
+
+def test_those_who_may_not_read_a_parent_can_annotate_what_they_have_seen(world: World) -> None:
+    push(world.registry, world.store, "other/secret", b"base" * 30_000)
+    push(world.registry, world.store, "team/bert", b"tuned" * 30_000, parent="other/secret@v1")
+    answer = world.call("GET", f"{BERT}/versions/1", token="writer")
+    tag = answer.headers["ETag"]
+    assert tag == f'"{Version.model_validate(answer.json()).etag}"', "a client makes it itself"
+    changed = world.call(
+        "PATCH",
+        f"{BERT}/versions/1",
+        token="writer",
+        json={"message": "better"},
+        headers={"If-Match": tag},
+    )
+    assert (changed.status_code, changed.json()["parent"]) == (200, None)
+
+
+def test_what_protects_a_version_is_named_only_to_those_who_may_read_it(world: World) -> None:
+    push(world.registry, world.store, "team/bert", b"base" * 30_000)
+    push(world.registry, world.store, "other/secret", b"tuned" * 30_000, parent="team/bert@v1")
+    refused = world.call("DELETE", f"{BERT}/versions/1", token="lead")
+    assert (refused.status_code, refused.json()["code"]) == (409, "protected")
+    assert "secret" not in refused.text
+    assert "names it as its parent" in refused.json()["detail"]
+    assert "other/secret@v1" in world.call("DELETE", f"{BERT}/versions/1").json()["detail"]

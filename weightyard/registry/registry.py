@@ -191,9 +191,21 @@ class Registry(Closing):
             lambda tx: versions.annotate(tx, ref, self._or_me(who), changes, expect)
         )
 
-    def remove(self, ref: Ref, *, who: str | None = None, reason: str = "") -> Version:
-        """Take a version out of sight. Raises NoSuchThing, Protected."""
-        return self._change(lambda tx: versions.remove(tx, ref, self._or_me(who), reason))
+    def remove(
+        self,
+        ref: Ref,
+        *,
+        who: str | None = None,
+        reason: str = "",
+        projects: Sequence[str] | None = None,
+    ) -> Version:
+        """Take a version out of sight. Raises NoSuchThing, Protected.
+
+        `projects`: those whose versions may be named as what keeps it.
+        """
+        return self._change(
+            lambda tx: versions.remove(tx, ref, self._or_me(who), reason, projects=projects)
+        )
 
     def remove_model(self, name: ModelName, *, who: str | None = None) -> None:
         self._change(lambda tx: versions.remove_model(tx, name, self._or_me(who)))

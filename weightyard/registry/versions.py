@@ -360,8 +360,10 @@ def hold(tx: Connection, row: Row[Any], *, alone: bool = False) -> Row[Any]:
     return row
 
 
-def why_protected(tx: Connection, row: Row[Any]) -> str | None:
-    """What keeps a version from being removed, or None."""
+def why_protected(
+    tx: Connection, row: Row[Any], projects: Sequence[str] | None = None
+) -> str | None:
+    """What keeps a version from being removed, or None. Names versions of these projects only."""
     a = schema.aliases
     held = tx.scalars(select(a.c.alias).where(a.c.version_id == row.id).order_by(a.c.alias)).all()
     if held:
@@ -369,19 +371,28 @@ def why_protected(tx: Connection, row: Row[Any]) -> str | None:
     child = tx.execute(
         _selected().where(_v.c.parent_id == row.id).order_by(_v.c.id).limit(1)
     ).first()
+    if child is not None and projects is not None and child.project not in projects:
+        return "a version in a project that you may not read names it as its parent"
     if child is not None:
         return f"{child.project}/{child.name}@v{child.number} names it as its parent"
     return None
 
 
-def remove(tx: Connection, ref: Ref, who: str, reason: str = "") -> Version:
+def remove(
+    tx: Connection,
+    ref: Ref,
+    who: str,
+    reason: str = "",
+    *,
+    projects: Sequence[str] | None = None,
+) -> Version:
     """Take a version out of sight. Its bytes go when gc finds that nobody needs them.
 
-    Raises NoSuchThing, Protected.
+    `projects`: those whose versions an error may name. Raises NoSuchThing, Protected.
     """
     checked_reason(reason)
     row = hold(tx, find(tx, ref), alone=True)
-    if why := why_protected(tx, row):
+    if why := why_protected(tx, row, projects):
         raise Protected(f"{ref.model}@v{row.number}: {why}")
     version = _as_version(row)
     tx.execute(update(_v).where(_v.c.id == row.id).values(removed_ms=now_ms()))

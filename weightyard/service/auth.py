@@ -16,7 +16,7 @@ from starlette.responses import Response
 
 from weightyard.errors import InvalidName, NotAllowed, Unauthenticated
 from weightyard.names import ModelName, Ref, TokenName, UploadId, is_plain_text
-from weightyard.records import EVERY_PROJECT, MAX_LEVELS, ReadLease, Role, Token
+from weightyard.records import EVERY_PROJECT, MAX_LEVELS, ReadLease, Role, Token, Version
 from weightyard.registry.leases import no_such_lease
 from weightyard.registry.uploads import OpenUpload, Reading
 from weightyard.service.state import Service, service_of
@@ -62,6 +62,12 @@ class Principal:
 
     def may_read(self, model: ModelName) -> bool:
         return self.projects is None or model.project in self.projects
+
+    def shown(self, version: Version) -> Version:
+        """A version as they may see it: without a parent of which they may not know."""
+        if version.parent is None or self.may_read(Ref.parse(version.parent).model):
+            return version
+        return version.model_copy(update={"parent": None})
 
     def require_model(self, role: Role, model: ModelName) -> None:
         self.require(role, model.project)

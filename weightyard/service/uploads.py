@@ -313,7 +313,7 @@ async def commit(
         version = await yard.commit(_commit_received, yard, handle, publication, key)
     response.headers["ETag"] = quoted(version.etag)
     response.headers["Location"] = f"/api/v1/models/{version.model}/versions/{version.number}"
-    return version
+    return caller.shown(version)
 
 
 def _commit_written(

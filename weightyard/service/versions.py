@@ -32,17 +32,18 @@ router = APIRouter(
 @router.get("/versions")
 @needs(Role.READ)
 async def list_versions(
-    yard: Yard, model: Named, limit: Limit = 100, after: After = None
+    yard: Yard, caller: Caller, model: Named, limit: Limit = 100, after: After = None
 ) -> Page[Version]:
     """The versions of a model, the newest first."""
     found = await yard.ask(yard.registry.versions, model, before=number_after(after), limit=limit)
-    return page(found, limit, lambda version: version.number)
+    return page(list(map(caller.shown, found)), limit, lambda version: version.number)
 
 
 @router.get("/resolve/{selector}", response_model=Version, responses=CACHED)
 @needs(Role.READ)
 async def resolve(
     yard: Yard,
+    caller: Caller,
     model: Named,
     selector: Annotated[str, Path(examples=["prod", "v3", "latest"])],
     response: Response,
@@ -50,17 +51,22 @@ async def resolve(
 ) -> Version | Response:
     """The version a selector means now: an alias, `v3`, a digest, or `latest`."""
     version = await yard.ask(yard.registry.resolve, Ref.parse(f"{model}@{selector}"))
-    return tagged(response, version.etag, if_none_match) or version
+    return tagged(response, version.etag, if_none_match) or caller.shown(version)
 
 
 @router.get("/versions/{number}", response_model=Version, responses=CACHED)
 @needs(Role.READ)
 async def show_version(
-    yard: Yard, model: Named, number: Number, response: Response, if_none_match: IfNoneMatch = None
+    yard: Yard,
+    caller: Caller,
+    model: Named,
+    number: Number,
+    response: Response,
+    if_none_match: IfNoneMatch = None,
 ) -> Version | Response:
     """One version. Its ETag goes into the If-Match of a change."""
     version = await yard.ask(yard.registry.resolve, Ref(model, number))
-    return tagged(response, version.etag, if_none_match) or version
+    return tagged(response, version.etag, if_none_match) or caller.shown(version)
 
 
 @router.patch("/versions/{number}", responses=TAGGED)
@@ -83,7 +89,7 @@ async def annotate(
         expect=one_tag(if_match),
     )
     tagged(response, version.etag)
-    return version
+    return caller.shown(version)
 
 
 @router.delete("/versions/{number}")
@@ -96,7 +102,14 @@ async def remove(
     reason: Why = "",
 ) -> Version:
     """Take a version out of sight; its bytes go when gc finds that nobody needs them."""
-    return await yard.ask(yard.registry.remove, Ref(model, number), who=caller.who, reason=reason)
+    removed = await yard.ask(
+        yard.registry.remove,
+        Ref(model, number),
+        who=caller.who,
+        reason=reason,
+        projects=caller.projects,
+    )
+    return caller.shown(removed)
 
 
 @router.get("/versions/{number}/cost")
@@ -142,7 +155,7 @@ async def keep(
         who=caller.who,
     )
     after.add_task(_tell_store, yard)
-    return kept
+    return caller.shown(kept)
 
 
 async def _tell_store(yard: Service) -> None:
