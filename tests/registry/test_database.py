@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import secrets
 import shutil
 import socket
@@ -148,6 +149,20 @@ def test_a_full_disk_is_said_to_be_full(
 
     with pytest.raises(StoreFull, match=rf"{file}.*make room"):
         database.write(fill_up)
+
+
+def test_a_disk_without_room_for_what_sqlite_puts_beside_a_file_is_said_to_be_full(
+    migrated: Path, tmp_path: Path, opened: Callable[[str], Database]
+) -> None:
+    file = shutil.copy(migrated, tmp_path)
+    database = opened(f"sqlite:///{file}")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))  # no file may become larger
+    try:
+        with pytest.raises(StoreFull, match=rf"{file}.*make room"):
+            database.read(lambda tx: tx.scalar(select(schema.quotas.c.project)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize(

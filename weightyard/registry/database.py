@@ -68,6 +68,8 @@ Without them a host that vanished is waited for until the kernel gives up, a qua
 _LOCK_TIMEOUT = "60s"
 """PostgreSQL: how long a statement may wait for others; then the transaction is run again."""
 _FORBIDDEN = "42501"
+_FULL = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR_SHMSIZE)
+"""SQLite: no room to write; no room for the file its processes share, which even a read needs."""
 _INVALID = re.compile("connection is bad: invalid .* value")
 """What libpq says of a wrong option, before it connects; such an error has no code."""
 _MISTAKES = (exc.ProgrammingError, exc.IntegrityError, exc.DataError, exc.NotSupportedError)
@@ -262,7 +264,7 @@ class Database:
             return BadSetting(f"{said}: grant it to the user of the database's URL")
         # SQLite has one class for a file that is locked, a disk that is full and a wrong statement.
         code = getattr(why.orig, "sqlite_errorcode", None)
-        if code == sqlite3.SQLITE_FULL:
+        if code in _FULL:
             return StoreFull(f"{said}: {self.url.database}: make room on its disk")
         if code is not None and _is_forbidden(code, str(self.url.database)):
             return NotAllowed(
