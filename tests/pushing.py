@@ -96,9 +96,11 @@ def write_pack(upload: Upload, store: Store, *blocks: tuple[bytes, bytes | None]
     upload.add_pack(pack.pack, pack.pack_bytes, pack.placements)
 
 
-def push_delta(catalogue: Catalogue, store: Store, data: bytes, base: bytes) -> Version:
+def push_delta(
+    catalogue: Catalogue, store: Store, data: bytes, base: bytes, *, model: ModelName = BERT
+) -> Version:
     """Publish a version whose only block is stored as a delta."""
-    upload = catalogue.open_upload(BERT, Publication())
+    upload = catalogue.open_upload(model, Publication())
     upload.claim([block_id(base)])
     write_pack(upload, store, (data, base))
     split = split_state([StateTensor("t0", DType.U8, (len(data),))], MIB)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from collecting import gc_twice, noise
-from pushing import push, read_back
+from pushing import push, push_delta, read_back
 from sqlalchemy import select
 
 from weightyard.errors import BadSetting, BlockMissing
@@ -18,6 +18,7 @@ from weightyard.format.splitting import StateTensor, split_state
 from weightyard.names import ModelName, Ref
 from weightyard.records import Publication, Version
 from weightyard.registry import binding, migrate, schema
+from weightyard.registry.collect import GcOptions
 from weightyard.registry.database import Database
 from weightyard.registry.rebuild import rebuild
 from weightyard.registry.registry import Registry
@@ -46,6 +47,10 @@ def empty(database: Database, tmp_path: Path, request: pytest.FixtureRequest) ->
     migrate.upgrade(other)
     yield other
     other.close()
+
+
+def stored_bytes(store: LocalStore) -> int:
+    return sum(file.length for file in store.list(layout.PACKS))
 
 
 def packs(store: LocalStore) -> int:
@@ -134,6 +139,68 @@ def test_the_cost_of_a_version_does_not_tell_what_another_project_has(
     push(apart, store, noise(1), model=RED)
     cost = apart.cost(Ref.parse("red/bert@v1"))
     assert (cost.unique_bytes, [*cost.shared_with]) == (0, ["red/bert@v2"])
+
+
+def test_what_removing_is_said_to_free_goes_although_another_project_has_the_same(
+    apart: Registry, store: LocalStore
+) -> None:
+    for model in (RED, BLUE):
+        kept = push(apart, store, noise(1), model=model)
+    only = Ref.parse("red/bert@v1")
+    freed = apart.freed_by_removing(only)
+    assert freed > 0
+    apart.remove(only)
+    options = GcOptions(grace_s=0, embedded=True)
+    planned = apart.gc(store, options, dry_run=True)
+    assert planned.deleted_bytes >= freed
+    gc_twice(apart, store, apart.database)
+    assert projects(apart) == ["blue"]
+    assert read_back(apart, store, kept) == [noise(1)]
+
+
+def test_rewriting_leaves_out_what_only_another_project_needs(
+    apart: Registry, store: LocalStore
+) -> None:
+    push(apart, store, noise(1), noise(2), noise(3), model=RED)
+    versions = [
+        push(apart, store, noise(3), model=RED),
+        push(apart, store, noise(1), noise(2), model=BLUE),
+    ]
+    freed = apart.freed_by_removing(Ref.parse("red/bert@v1"))
+    before = stored_bytes(store)
+    apart.remove(Ref.parse("red/bert@v1"))
+    gc_twice(apart, store, apart.database)
+    assert before - stored_bytes(store) >= freed
+    contents = [read_back(apart, store, version) for version in versions]
+    assert contents == [[noise(3)], [noise(1), noise(2)]]
+
+
+def test_a_delta_and_its_base_stay_while_their_own_project_needs_them(
+    apart: Registry, store: LocalStore
+) -> None:
+    push(apart, store, noise(1), model=RED)
+    tuned = push_delta(apart, store, noise(2), noise(1), model=RED)
+    push(apart, store, noise(1), model=BLUE)
+    apart.remove(Ref.parse("red/bert@v1"))
+    gc_twice(apart, store, apart.database)
+    assert read_back(apart, store, tuned) == [noise(2)]
+
+
+def test_a_rebuilt_yard_keeps_what_a_project_has_only_in_packs_of_another(
+    apart: Registry, store: LocalStore, empty: Database
+) -> None:
+    for model in (RED, BLUE):
+        kept = push(apart, store, noise(1), model=model)
+        tuned = push_delta(apart, store, noise(2), noise(1), model=model)
+    apart.flush_outbox(store)
+    rebuild(store, empty)
+    registry = Registry(empty, store=store)
+    assert set(projects(registry)) == {"blue"}, "the first of those that have all of the blocks"
+    for number in (2, 1):
+        registry.remove(Ref.parse(f"blue/bert@v{number}"))
+    gc_twice(registry, store, empty)
+    red = [version.model_copy(update={"model": "red/bert"}) for version in (kept, tuned)]
+    assert [read_back(registry, store, version) for version in red] == [[noise(1)], [noise(2)]]
 
 
 @pytest.mark.parametrize("dedup", Dedup)

@@ -142,7 +142,7 @@ class _Run:
         self._options = options
         self._who = who
         self._tell = progress
-        self._needs = Needs()
+        self._needs = database.read(Needs.of_yard)
         self._tally = Tally()
         self._is_announced = False
 

@@ -1,6 +1,7 @@
 """Needs: whether anything still needs a block, a pack or a manifest, as conditions in SQL.
 
 A block is needed if it is in a list, or the base of a delta of such a block (deltas have depth 1).
+Where projects share nothing, a pack need not keep what only others need, who have it themselves.
 Nothing here reads rows into memory: the database decides, by its indexes (`rows.some`).
 """
 
@@ -28,7 +29,7 @@ from sqlalchemy.dialects.postgresql import ARRAY
 from weightyard.registry import schema
 from weightyard.registry.database import now_ms
 from weightyard.registry.rows import some
-from weightyard.registry.schema import FileState, UploadState
+from weightyard.registry.schema import Dedup, FileState, UploadState
 
 _packs, _pins, _v, _leases = schema.packs, schema.pins, schema.versions, schema.read_leases
 
@@ -65,6 +66,13 @@ class Needs:
     """
 
     leaving: Leaving | None = None
+    are_apart: bool = False
+    """Whether projects share nothing."""
+
+    @classmethod
+    def of_yard(cls, tx: Connection, leaving: Leaving | None = None) -> Needs:
+        dedup = tx.scalar(select(schema.registry.c.dedup))
+        return cls(leaving, are_apart=dedup == Dedup.PROJECT)
 
     def of_block(self, block: ColumnElement[int]) -> ColumnElement[bool]:
         """Whether some version needs a block, given by its row id."""
@@ -74,10 +82,32 @@ class Needs:
             some(delta.c.base_id == block, self._in_a_list(delta.c.block_id)),
         )
 
+    def of_block_in(self, placement: FromClause) -> ColumnElement[bool]:
+        """Whether the block of a placement is needed, and this copy of it, or an equal one."""
+        block = placement.c.block_id
+        if not self.are_apart:
+            return self.of_block(block)
+        lists, edge = schema.list_blocks.alias("lists_of"), schema.version_lists.alias("edge_of")
+        version, model = _v.alias("version_of"), schema.models.alias("model_of")
+        delta, far = schema.placements.alias("delta"), _packs.alias("delta_home")
+        home = _packs.alias("home")
+        its_pack = home.c.id == placement.c.pack_id
+        its_list = lists.c.block_id == block, edge.c.list_id == lists.c.list_id
+        its_model = version.c.id == edge.c.version_id, model.c.id == version.c.model_id
+        stays = () if self.leaving is None else (~self.leaving.has(edge.c.version_id),)
+        its_delta = delta.c.base_id == block, far.c.id == delta.c.pack_id
+        is_used = self._in_a_list(delta.c.block_id)
+        by_version = _relies_on(home, lists.c.block_id, model.c.project)
+        by_delta = _relies_on(home, delta.c.base_id, far.c.project)
+        return or_(
+            some(its_pack, *its_list, *its_model, *stays, by_version),
+            some(its_pack, *its_delta, is_used, by_delta),
+        )
+
     def of_pack(self) -> ColumnElement[bool]:
         """Whether a row of `packs` holds a needed block."""
         inside = schema.placements.alias("inside")
-        return some(inside.c.pack_id == _packs.c.id, self.of_block(inside.c.block_id))
+        return some(inside.c.pack_id == _packs.c.id, self.of_block_in(inside))
 
     def only_of_pack(self) -> ColumnElement[bool]:
         """Whether a row of `packs` holds a needed block that no live pack has as well.
@@ -93,7 +123,7 @@ class Needs:
 
     def of_placement(self, placement: FromClause) -> ColumnElement[bool]:
         """Whether a placement must stay: its block is needed, and no older live pack has it."""
-        return and_(self.of_block(placement.c.block_id), ~lies_in_an_older_pack(placement))
+        return and_(self.of_block_in(placement), ~lies_in_an_older_pack(placement))
 
     def of_manifest(self) -> ColumnElement[bool]:
         """Whether a version, maybe one removed but not yet purged, has this row of `manifests`."""
@@ -152,6 +182,25 @@ def is_claimed_from(*pins: ColumnElement[bool]) -> ColumnElement[bool]:
     # Most of the time there are no pins at all, so that no block has to be looked at.
     is_any_held = exists(select(_pins.c.pack_id))
     return and_(is_any_held, some(*blocks, *held, *claimed, *before, *pins))
+
+
+def _relies_on(
+    home: FromClause, block: ColumnElement[int], project: ColumnElement[str]
+) -> ColumnElement[bool]:
+    """Whether a project that needs a block relies on the pack `home`, which has it.
+
+    It does if the pack is its own, or if it has none with the whole block: after a rebuild its
+    packs may be another project's. Its own stays, so no two packs go because of each other.
+    """
+    copy, own = schema.placements.alias("own_copy"), _packs.alias("own_home")
+    has_one = some(
+        copy.c.block_id == block,
+        copy.c.base_id.is_(None),
+        own.c.id == copy.c.pack_id,
+        own.c.state == FileState.LIVE,
+        own.c.project == project,
+    )
+    return or_(home.c.project == project, ~has_one)
 
 
 def _alive(upload: ColumnElement[int]) -> tuple[ColumnElement[bool], ...]:

@@ -47,7 +47,7 @@ def preview(tx: Connection, options: GcOptions, progress: Progress = silent) -> 
         tally.count(versions_removed=1)
         tally.note("version", due.ref, due.logical_bytes, due.why)
     tally.failed += retention.not_understood(tx)
-    needs = Needs(Leaving.of(tx, removed))
+    needs = Needs.of_yard(tx, Leaving.of(tx, removed))
     idle, due_now = idle_packs(needs), due_packs(needs, options.grace_ms)
     at_once = options.grace_ms == 0
     deleting = and_(_packs.c.state == FileState.DELETING, is_older(_packs, options.grace_ms))

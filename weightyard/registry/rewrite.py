@@ -150,7 +150,7 @@ def _sizes(tx: Connection, needs: Needs, packs: Sequence[int]) -> dict[int, tupl
     """For packs that hold a needed block: bytes of all blocks, and of those that must stay."""
     p = _placements.alias("p")
     # Each block is looked at once: it is dead (NULL), kept by an older pack, or kept here.
-    fate = case((needs.of_block(p.c.block_id), case((lies_in_an_older_pack(p), 0), else_=1)))
+    fate = case((needs.of_block_in(p), case((lies_in_an_older_pack(p), 0), else_=1)))
     rows = tx.execute(
         select(p.c.pack_id, fate.label("fate"), func.sum(p.c.stored_bytes))
         .where(is_one_of(tx, p.c.pack_id, packs))
@@ -318,7 +318,7 @@ class Rewriting:
         p, twin, home = _placements.alias("p"), _placements.alias("twin"), _packs.alias("home")
         rows = tx.execute(
             select(twin.c.encoding, home.c.name)
-            .where(p.c.pack_id == pack.id, self._needs.of_block(p.c.block_id))
+            .where(p.c.pack_id == pack.id, self._needs.of_block_in(p))
             .where(is_older_twin(p, twin, home))
             .order_by(home.c.id, twin.c.offset)
         )
