@@ -161,10 +161,20 @@ def test_an_alias_moves_with_its_history_and_rolls_back(cli: Cli, base: Path, tu
     assert [move["reason"] for move in moves[:2]] == ["latency", "better"]
     assert "better" in cli.ok("alias", "log", BERT, "prod")
     before = cli.ok("alias", "log", BERT, "prod", "--as-of", "2001-02-03T04:05:00")
-    assert before.strip() == "team/bert had no alias prod until 2001-02-03 04:05 UTC"
+    assert before.strip() == "team/bert had no alias prod by 2001-02-03 04:05 UTC"
     assert cli.ok("alias", "log", BERT, "beta").strip() == "team/bert never had the alias beta"
     cli.ok("alias", "rm", BERT, "prod")
     cli.refused(2, "show", f"{BERT}@prod")
+
+
+def test_an_alias_is_put_on_a_version_by_its_ref_too(cli: Cli, base: Path, tuned: Path) -> None:
+    cli.ok("push", base, BERT, "--alias", "prod")
+    cli.ok("push", tuned, BERT)
+    cli.ok("alias", "set", BERT, "prod", f"{BERT}@v2")
+    cli.ok("alias", "set", BERT, "canary", f"{BERT}@prod")
+    assert cli.json("show", f"{BERT}@canary")["version"] == 2
+    assert "no version of team/bert" in cli("alias", "set", BERT, "prod", "team/gpt@v1").err
+    assert "leave out" in cli.refused(2, "alias", "set", f"{BERT}@v1", "prod", "v2")
 
 
 def test_an_alias_that_was_moved_meanwhile_is_a_conflict_that_says_where_it_is(

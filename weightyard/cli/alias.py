@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from weightyard.cli.session import Session, command
+from weightyard.names import ModelName
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,7 +37,8 @@ def set_(
     name: _Name,
     alias: _Alias,
     version: Annotated[
-        str, typer.Argument(metavar="VERSION", help="3, v3, latest, a digest or another alias.")
+        str,
+        typer.Argument(metavar="VERSION", help="3, v3, latest, a digest, another alias, or a ref."),
     ],
     reason: _Reason = "",
     expect: _Expect = None,
@@ -55,7 +57,7 @@ def set_(
 
     expected = _expected(expect)
     with session.open() as yard:
-        to = resolve(yard, f"{name}@{_selector(version)}").number
+        to = resolve(yard, _ref(name, version)).number
         moved = yard.set_alias(name, alias, to, reason=reason, expect=expected)
     _show_move(session, moved)
 
@@ -89,7 +91,7 @@ def log(
         moves = yard.alias_log(name, alias, as_of=until)
     nothing = f"{name} never had the alias {alias}"
     if until is not None:
-        nothing = f"{name} had no alias {alias} until {until:%Y-%m-%d %H:%M %Z}"
+        nothing = f"{name} had no alias {alias} by {until:%Y-%m-%d %H:%M %Z}"
     session.show(
         {"model": name, "alias": alias, "moves": [move.model_dump(mode="json") for move in moves]},
         lambda console: _show_log(console, nothing, moves),
@@ -132,8 +134,13 @@ def rm(
     _show_move(session, moved)
 
 
-def _selector(version: str) -> str:
-    return f"v{version}" if version.isdecimal() else version
+def _ref(name: str, version: str) -> str:
+    """The ref of a model's version, which may be given as a ref of that model."""
+    model = ModelName.parse(name)
+    selector = version.removeprefix(f"{model}@")
+    if "/" in selector:
+        raise typer.BadParameter(f"{version} is no version of {model}", param_hint="VERSION")
+    return f"{model}@v{selector}" if selector.isdecimal() else f"{model}@{selector}"
 
 
 def _expected(text: str | None) -> int | None:
