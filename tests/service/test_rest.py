@@ -165,6 +165,22 @@ def test_copies_a_store_cannot_keep_are_refused_and_nothing_changes(two: World) 
     assert two.call("GET", f"{BERT}/versions/1").json()["replication"] is None
 
 
+def test_a_body_that_is_not_sent_as_json_is_told_how_to_be(two: World) -> None:
+    path, text = f"{BERT}/aliases/prod", b'{"version": 2}'
+    for kind in ("application/x-www-form-urlencoded", "text/plain"):  # the first is curl's -d
+        answer = two.call("PUT", path, content=text, headers={"Content-Type": kind})
+        assert (answer.status_code, answer.json()["code"]) == (422, "refused")
+        assert "Content-Type: application/json" in answer.json()["detail"]
+        assert kind in answer.json()["detail"]
+    as_json = {"Content-Type": "application/json"}
+    for broken, why in ((text[:-1], "truncated"), (b'{"version": NaN}', "malformed")):
+        detail = two.call("PUT", path, content=broken, headers=as_json).json()["detail"]
+        assert detail.startswith("body: this is not JSON: ")
+        assert why in detail
+    listed = two.call("PUT", path, content=b"[]", headers=as_json).json()["detail"]
+    assert "Content-Type" not in listed
+
+
 def test_retention_is_set_and_cleared(two: World) -> None:
     rules = {"keep_last": 3, "ttl_s": 60}
     kept = two.call("PUT", f"{BERT}/retention", json=rules).json()["retention"]

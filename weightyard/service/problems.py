@@ -170,10 +170,7 @@ def install(app: FastAPI) -> None:
 
     async def on_invalid(request: Request, error: Exception) -> Response:
         assert isinstance(error, RequestValidationError)
-        found = [
-            {"where": ".".join(map(str, one["loc"])), "what": str(one["msg"])[:200]}
-            for one in error.errors()[:20]
-        ]
+        found = [_said(request, one) for one in error.errors()[:20]]
         detail = "; ".join(f"{one['where']}: {one['what']}" for one in found[:3])
         if found[0]["where"] == "body" and not _is_called_json(request):
             detail = "send the body with Content-Type: application/json"
@@ -197,6 +194,18 @@ def install(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, on_invalid)
     app.add_exception_handler(HTTPException, on_http_error)
     app.add_exception_handler(Exception, on_anything)
+
+
+def _said(request: Request, error: Mapping[str, Any]) -> dict[str, str]:
+    """Where a request is wrong, and what is wrong there. The framework knows only that a body it
+    has not read as JSON is no object, and puts why it could not read one aside."""
+    where, what = ".".join(map(str, error["loc"])), str(error["msg"])
+    if error["type"] == "json_invalid":
+        where, what = "body", f"this is not JSON: {error['ctx']['error']}"
+    elif where == "body" and isinstance(error.get("input"), bytes):
+        sent = request.headers.get("content-type", "no type")
+        what = f"send JSON as Content-Type: application/json, not {sent[:100]!a} (curl --json)"
+    return {"where": where, "what": what[:200]}
 
 
 def _problem(
