@@ -180,6 +180,15 @@ def test_a_part_of_a_file_or_what_has_to_be_unpacked_first_is_not_taken_for_the_
     assert world.call("GET", "models/team/bert/versions/1/files/a").content == b"whole!"
 
 
+def test_an_upload_that_was_published_is_not_said_to_need_another_push(world: World) -> None:
+    upload = begin(world)
+    world.call("PUT", f"{upload}/files/a", token="writer", content=b"x")
+    world.call("POST", f"{upload}/commit", token="writer", headers={"Idempotency-Key": "k"})
+    again = world.call("POST", f"{upload}/commit", token="writer").json()
+    assert (again["status"], again["code"]) == (410, "upload-expired")
+    assert again["detail"].endswith("is over: its version was published")
+
+
 def test_an_upload_that_was_given_up_is_gone(world: World) -> None:
     upload = begin(world)
     for _ in range(2):

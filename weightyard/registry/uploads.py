@@ -95,6 +95,8 @@ def _now(upload: UploadId) -> Select[Any]:
 
 
 def _require_open(row: Row[Any] | None, upload: UploadId) -> OpenUpload:
+    if row is not None and row.state == UploadState.COMMITTED:
+        raise UploadExpired(f"upload {upload} is over: its version was published")
     if row is None or row.state != UploadState.OPEN:
         state = "unknown" if row is None else row.state
         raise UploadExpired(f"upload {upload} is {state}: push again")
