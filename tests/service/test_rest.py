@@ -211,19 +211,13 @@ def test_a_problem_has_what_programs_and_people_need(world: World) -> None:
     }
 
 
-def test_a_path_that_is_none_and_a_body_that_is_not_called_json_say_what_to_do(
-    world: World,
-) -> None:
+def test_a_path_that_is_none_is_told_where_rest_is(world: World) -> None:
     for path in ("/docs", "/models/team/bert", f"{API}/model/team/bert"):
         problem = world.call("GET", path, token=None).json()
         assert (problem["status"], problem["code"]) == (404, "no-such-thing")
         assert problem["detail"] == (
             "no such path: REST is under /api/v1, and /api/v1/openapi.json lists all of it"
         )
-    form = {"Content-Type": "application/x-www-form-urlencoded"}  # as `curl -d` has it
-    refused = world.call("POST", f"{BERT}/uploads", content=b'{"alias": "prod"}', headers=form)
-    assert refused.status_code == 422
-    assert refused.json()["detail"] == "send the body with Content-Type: application/json"
 
 
 def test_a_request_id_that_is_not_one_is_replaced(world: World) -> None:

@@ -149,14 +149,6 @@ def is_told(value: object) -> bool:
     return value is None or isinstance(value, int | str)
 
 
-def _is_called_json(request: Request) -> bool:
-    """Whether a body counts as JSON for the framework, which takes any other for plain text."""
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    return kind == "application/json" or (
-        kind.startswith("application/") and kind.endswith("+json")
-    )
-
-
 _NO_PATH = "no such path: REST is under /api/v1, and /api/v1/openapi.json lists all of it"
 _IN_THE_LOG = "the service has a bug: its log tells more under this request id"
 
@@ -172,8 +164,6 @@ def install(app: FastAPI) -> None:
         assert isinstance(error, RequestValidationError)
         found = [_said(request, one) for one in error.errors()[:20]]
         detail = "; ".join(f"{one['where']}: {one['what']}" for one in found[:3])
-        if found[0]["where"] == "body" and not _is_called_json(request):
-            detail = "send the body with Content-Type: application/json"
         status, title = HTTPStatus.UNPROCESSABLE_ENTITY, title_of(Refused)
         return _problem(request, status, Refused.code, title, detail, {}, {"errors": found})
 
@@ -204,7 +194,7 @@ def _said(request: Request, error: Mapping[str, Any]) -> dict[str, str]:
         where, what = "body", f"this is not JSON: {error['ctx']['error']}"
     elif where == "body" and isinstance(error.get("input"), bytes):
         sent = request.headers.get("content-type", "no type")
-        what = f"send JSON as Content-Type: application/json, not {sent[:100]!a} (curl --json)"
+        what = f"send JSON, as Content-Type: application/json, not {sent[:100]!a}"
     return {"where": where, "what": what[:200]}
 
 
