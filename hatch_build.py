@@ -57,8 +57,11 @@ class CompiledCode(BuildHookInterface):
 
 
 def _compiler() -> list[str] | None:
-    named = os.environ.get("CC") or sysconfig.get_config_var("CC") or ""
-    for command in (shlex.split(named), ["cc"], ["gcc"], ["clang"]):
+    # What a user names is called with all its words, as in `ccache gcc`. The options of the
+    # compiler that Python was built with may name folders of another machine.
+    named = shlex.split(os.environ.get("CC") or "")
+    python_s = shlex.split(sysconfig.get_config_var("CC") or "")[:1]
+    for command in (named, python_s, ["cc"], ["gcc"], ["clang"]):
         if command and shutil.which(command[0]):
-            return command[:1]
+            return command
     return None

@@ -104,6 +104,18 @@ def test_without_a_compiler_the_wheel_is_pure_python_and_does_the_main_job(tmp_p
     assert found.split() == ["False", str(tmp_path / "pure/weightyard/codec/compiled.py")]
 
 
+def test_a_compiler_that_is_called_by_another_program_compiles(tmp_path: Path) -> None:
+    """As `ccache gcc` is; `env` stands for it, which is everywhere."""
+    compiler = next((one for one in ("cc", "gcc", "clang") if shutil.which(one)), None)
+    if compiler is None:
+        pytest.skip("there is no C compiler")
+    uv = Path(sys.executable).with_name("uv")
+    run(uv, "build", "--quiet", "--wheel", "--out-dir", tmp_path, ROOT,
+        env={**os.environ, "CC": f"env {compiler}"})  # fmt: skip
+    (wheel,) = tmp_path.glob("*.whl")
+    assert not wheel.name.endswith("-none-any.whl")
+
+
 def test_both_names_of_the_command_work_from_the_wheel(bare: Path) -> None:
     for name in ("weightyard", "wy"):
         assert "cluster" in run(bare / name, "--help")
