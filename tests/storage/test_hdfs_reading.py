@@ -258,6 +258,13 @@ def test_what_a_way_said_that_works_here_goes_before_that_another_does_not() -> 
             read_from(Reading(None, ways), None)
 
 
+def test_when_time_is_up_it_is_told_which_way_took_it() -> None:
+    hanging = Way(StoreUnavailable("no answer from dn7 for 10 s"))
+    ways = [hanging, Way(DeadlineExceeded("no time left"))]
+    with pytest.raises(DeadlineExceeded, match=r"no time left.*no answer from dn7 for 10 s"):
+        read_from(Reading(None, ways), None)
+
+
 class Passing(Way):
     """Fails so often, then serves."""
 

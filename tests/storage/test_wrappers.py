@@ -22,7 +22,7 @@ from weightyard.format.dtypes import DType
 from weightyard.format.splitting import StateTensor, split_state
 from weightyard.names import PackId, UploadId
 from weightyard.settings import Settings
-from weightyard.storage import layout, retry
+from weightyard.storage import deadline, layout, retry
 from weightyard.storage.cancel import Cancel
 from weightyard.storage.deadline import Deadline
 from weightyard.storage.limit import AdaptiveLimit, LimitedStore, Rate
@@ -193,6 +193,28 @@ def test_a_stale_location_is_looked_up_once_more(tmp_path: Path) -> None:
     RetryingStore(flaky, QUICK).read(location, [Read(0, memoryview(out))])
     assert out == b"abc"
     assert flaky.calls == ["locate", "locate", "read"]
+
+
+def test_a_failure_that_used_up_the_time_is_told_and_not_that_there_is_none_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inner = LocalStore(tmp_path)
+    inner.init()
+    location = inner.locate(put(inner, b"abc"))
+    now = time.monotonic()
+    clock = SimpleNamespace(monotonic=lambda: now)
+    monkeypatch.setattr(deadline, "time", clock)
+    monkeypatch.setattr(retry, "time", clock)
+
+    class Silent(FaultyStore):
+        def before_read(self, *_: object) -> None:
+            nonlocal now
+            now += 2 * 30.0
+            raise DataNodeFailed("dn1:1", "sent nothing")
+
+    store = RetryingStore(Silent(inner), Retry(30.0))
+    with pytest.raises(DataNodeFailed, match="sent nothing"):
+        store.read(location, [Read(0, memoryview(bytearray(3)))])
 
 
 class _Slow(_OneAnswer):

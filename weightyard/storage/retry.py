@@ -14,6 +14,7 @@ from weightyard import jitter
 from weightyard.errors import (
     AlreadyThere,
     DataNodeFailed,
+    DeadlineExceeded,
     FileMissing,
     Retryable,
     StaleLocation,
@@ -158,8 +159,11 @@ class RetryingStore(Store):
             left_s = deadline.left(f"reading {location.path}")
             try:
                 return self._store.read(current, reads, timeout_s=left_s, cancel=cancel)
-            except (StaleLocation, DataNodeFailed):
-                left_s = deadline.left(f"locating {location.path} again")
+            except (StaleLocation, DataNodeFailed) as why:
+                try:
+                    left_s = deadline.left(f"locating {location.path} again")
+                except DeadlineExceeded:
+                    raise why from None  # it says what used the time up
                 current = self._store.locate(location.path, timeout_s=left_s)
                 raise
 

@@ -158,6 +158,11 @@ class Reading:
             except (StoreUnavailable, StaleLocation, NotAllowed) as why:
                 _log.warning("read.way_failed", way=way.path, reason=why)
                 failures.append(copy(why))
+            except DeadlineExceeded as why:
+                if not failures:
+                    raise
+                # What used the time up tells more than what was begun last.
+                raise DeadlineExceeded(f"{why}; before: {_most_telling(failures)}") from None
             else:
                 return Served(way.path), failures
         return None, failures
