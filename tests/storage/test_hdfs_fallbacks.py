@@ -121,6 +121,27 @@ def test_a_record_with_a_wrong_byte_on_disk_is_read_from_another_replica(
     assert served.path != ReadPath.DIRECT
 
 
+def test_two_silent_datanodes_do_not_use_up_the_time_to_read_a_record_from_the_third(
+    cluster: MiniCluster, store: HdfsStore
+) -> None:
+    path = StorePath("models/team/record.json")
+    with store.stage(layout.staging(UploadId.new(), "record"), FileOptions(replication=3)) as stage:
+        stage.write(CONTENT[:1000])
+        store.publish(stage.close(), path)
+    cluster.wait_for_replication(f"{store.url}/{path}", 3)
+    location = store.locate(path)
+    for silent in cluster.datanodes[:2]:
+        silent.pause()
+    try:
+        for _ in range(4):  # hdfs-native is told the replicas in another order each time
+            out = bytearray(1000)
+            store.read(location, [Read(0, memoryview(out))], timeout_s=9.0)
+            assert out == CONTENT[:1000]
+    finally:
+        for silent in cluster.datanodes[:2]:
+            cluster.bring_back(silent)
+
+
 def test_a_record_is_read_without_starting_a_jvm(
     store: HdfsStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

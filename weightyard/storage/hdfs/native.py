@@ -30,6 +30,7 @@ from weightyard.storage.watched import Watched
 _T = TypeVar("_T")
 
 _ANSWER_S = 10.0
+_SILENCE_S = 10.0
 _MIB = 1024 * 1024
 _PIECE_BYTES = 4 * _MIB
 _COPY_BYTES = _MIB // 4
@@ -41,7 +42,6 @@ _HASTE = {
     "dfs.client.failover.max.attempts": "4",
     "dfs.client.failover.sleep.base.millis": "100",
     "dfs.client.failover.sleep.max.millis": "500",
-    "dfs.client.socket-timeout": "10000",
 }
 
 
@@ -51,10 +51,12 @@ class Namespace:
     Raises FileMissing, AlreadyThere, NotAllowed, StoreFull, Unsupported and StoreUnavailable.
     """
 
-    def __init__(self, cluster: Cluster, *, limit_s: float) -> None:
+    def __init__(self, cluster: Cluster, *, limit_s: float, silence_s: float = _SILENCE_S) -> None:
+        """`silence_s`: how long hdfs-native waits for a DataNode, before it asks another."""
         if not cluster.is_kerberos:
             _assume_user(cluster.user)
         self._cluster = cluster
+        self._silence_s = silence_s
         self._answer_s = min(_ANSWER_S, limit_s)
         self._limit_s = limit_s
         self._watched = Watched()
@@ -232,6 +234,8 @@ class Namespace:
     def _connect(self) -> Client:
         properties = {**self._cluster.properties, **_HASTE}
         key = f"dfs.ha.namenodes.{self._cluster.authority}"
+        # Only DataNodes are given up on by this; for NameNodes `call` has a limit.
+        properties["dfs.client.socket-timeout"] = str(round(self._silence_s * 1000))
         if namenodes := properties.get(key):
             names = namenodes.split(",")
             first = self._attempt % len(names)

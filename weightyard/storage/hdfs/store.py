@@ -60,6 +60,9 @@ from weightyard.storage.store import (
 _log = Log(__name__)
 
 _PROBES = 3
+_READ_SILENCE_S = 3.0
+"""How long hdfs-native waits for a DataNode when it reads, before it asks the next. A write that
+gives one up may fail as a whole, so there it waits longer."""
 
 UNCHECKED_PATHS = (ReadPath.SHORT_CIRCUIT, ReadPath.DIRECT)
 
@@ -100,6 +103,7 @@ class HdfsStore(Store):
         self._lock = threading.Lock()
         self._namenode_used: NameNode | None = None
         self._namespace_used: Namespace | None = None
+        self._namespace_to_read_used: Namespace | None = None
         self._writes_directly = writes_directly
         self._direct_writes_used: DirectWrites | None = None
         self._locator = locator
@@ -243,8 +247,9 @@ class HdfsStore(Store):
         self._diagnosis.close()
         if self._namenode_used is not None:
             self._namenode_used.close()
-        if self._namespace_used is not None:
-            self._namespace_used.close()
+        for namespace in (self._namespace_used, self._namespace_to_read_used):
+            if namespace is not None:
+                namespace.close()
         if self._direct_writes_used is not None:
             self._direct_writes_used.close()
 
@@ -262,6 +267,16 @@ class HdfsStore(Store):
             if self._namespace_used is None:
                 self._namespace_used = Namespace(self._cluster, limit_s=self._settings.deadline_s)
             return self._namespace_used
+
+    @property
+    def _namespace_to_read(self) -> Namespace:
+        """Whose client leaves a silent DataNode sooner: hdfs-native has one such limit for all."""
+        with self._lock:
+            if self._namespace_to_read_used is None:
+                self._namespace_to_read_used = Namespace(
+                    self._cluster, limit_s=self._settings.deadline_s, silence_s=_READ_SILENCE_S
+                )
+            return self._namespace_to_read_used
 
     def _ways_to_write(self) -> Sequence[Way]:
         """The best first."""
@@ -292,7 +307,7 @@ class HdfsStore(Store):
         cluster = self._cluster
         ways: dict[ReadPath, Callable[[], Fallback]] = {
             ReadPath.LIBHDFS: lambda: LibhdfsReads(cluster, self._settings),
-            ReadPath.NATIVE: lambda: NativeReads(cluster, self._namespace),
+            ReadPath.NATIVE: lambda: NativeReads(cluster, self._namespace_to_read),
             ReadPath.WEBHDFS: lambda: WebHdfsReads(self._namenode),
         }
         fallbacks = [WhenNeeded(path, ways[path]) for path in paths if path in ways]
