@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from email.utils import parsedate_to_datetime
 from functools import partial
+from http import HTTPStatus
 from io import BytesIO
 from typing import Annotated, Any, Protocol, TypeVar
 from urllib.parse import urlsplit
@@ -315,7 +316,9 @@ class _Operations:
         """As the package's own, but that has the same time-outs for all calls and NameNodes."""
         query = {**params}
         deadline: Deadline = query.pop("deadline")
-        limits_s = [deadline.left_at_most(s, "asking a NameNode") for s in (_CONNECT_S, _ANSWER_S)]
+        asked = urlsplit(url)
+        doing = f"asking a NameNode about {asked.path.removeprefix('/webhdfs/v1')}"
+        limits_s = [deadline.left_at_most(s, doing) for s in (_CONNECT_S, _ANSWER_S)]
         answer = self._session.request(  # type: ignore[attr-defined]
             method,
             url,
@@ -326,7 +329,14 @@ class _Operations:
             **more,
         )
         if not answer.ok:  # read it here: the package would do so without a deadline
-            answer.raw = BytesIO(_body(answer, url, deadline))
+            said = _body(answer, url, deadline)
+            # Errors are in JSON, but for those of whoever checks tickets.
+            is_about_tickets = (
+                answer.status_code == HTTPStatus.UNAUTHORIZED or b"Authentication" in said
+            )
+            if not is_about_tickets and not said.lstrip().startswith(b"{"):
+                raise StoreUnavailable(_not_a_namenodes(asked.netloc, said))
+            answer.raw = BytesIO(said)
         return answer
 
 
@@ -403,6 +413,14 @@ _BY_EXCEPTION: dict[str, type[YardError]] = {
     "QueryParamException": Unsupported,
     "UnsupportedOperationException": Unsupported,
 }
+
+
+def _not_a_namenodes(address: str, said: bytes) -> str:
+    line = said.decode("utf-8", "replace").strip()[:200]
+    return (
+        f"{address} answered as no NameNode does: {line!a}; does HADOOP_CONF_DIR say where it "
+        "speaks HTTP (dfs.namenode.http-address)?"
+    )
 
 
 def _asked(why: requests.RequestException | HTTPError) -> str:

@@ -196,6 +196,7 @@ class Namespace:
     ) -> _T:
         """Ask a NameNode something; `limit_s`: for how long its answer is of use."""
         client, answer_s = self._client, self._answer_s
+        doing = f"{doing} on {self._cluster.url}"
         if limit_s is None or limit_s >= answer_s:
             return self.watch(doing, answer_s, lambda: function(client), client)
         # If it had less time than usual, a client without an answer does not count as hanging.
@@ -233,9 +234,9 @@ class Namespace:
 
     def _connect(self) -> Client:
         properties = {**self._cluster.properties, **_HASTE}
-        key = f"dfs.ha.namenodes.{self._cluster.authority}"
         # Only DataNodes are given up on by this; for NameNodes `call` has a limit.
         properties["dfs.client.socket-timeout"] = str(round(self._silence_s * 1000))
+        key = f"dfs.ha.namenodes.{self._cluster.authority}"
         if namenodes := properties.get(key):
             names = namenodes.split(",")
             first = self._attempt % len(names)
@@ -243,6 +244,12 @@ class Namespace:
         try:
             return Client(self._cluster.url, config=properties)
         except (OSError, RuntimeError, ValueError) as why:
+            if "No NameNode hosts found" in str(why):
+                raise BadSetting(
+                    f"{self._cluster.url}: Hadoop's configuration has no {key}; is HADOOP_CONF_DIR "
+                    "that of the cluster? A NameNode is named with its port, such as "
+                    f"{self._cluster.url}:8020"
+                ) from None
             raise BadSetting(f"{self._cluster.url}: hdfs-native cannot use it: {why}") from why
 
     def _replace(self, hanging: Client) -> None:
@@ -298,7 +305,8 @@ def _translated(doing: str, why: Exception) -> YardError:
     """hdfs-native's errors as our own: their text has Java's class and message."""
     text = str(why)
     if rpc := _RPC_ERROR.match(text):
-        return remote.error(doing, remote.short_name(rpc[1]), rpc[2])
+        said = rpc[2].removesuffix('")').replace('\\"', '"')  # as Rust quotes it
+        return remote.error(doing, remote.short_name(rpc[1]), said)
     kind: type[YardError] = StoreUnavailable
     for python_class, meant in _BY_PYTHON_CLASS:
         if isinstance(why, python_class):
