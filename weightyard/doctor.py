@@ -7,7 +7,7 @@ import platform
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from itertools import chain
@@ -22,6 +22,7 @@ from weightyard.errors import (
     NotAllowed,
     Retryable,
     SchemaUnknown,
+    StoreFull,
     YardError,
 )
 from weightyard.opening import chosen_url, database_url, is_service
@@ -30,11 +31,12 @@ from weightyard.registry import binding, freshness, migrate, outbox, schema
 from weightyard.registry.database import Database, now_ms
 from weightyard.registry.schema import Dedup
 from weightyard.settings import Settings, unknown_variables
+from weightyard.storage.hdfs.remote import InSafeMode
 from weightyard.storage.opening import folder_of, open_store
 from weightyard.storage.store import ReadPath, Store
 
 if TYPE_CHECKING:
-    from weightyard.storage.hdfs.condition import Condition
+    from weightyard.storage.hdfs.condition import ClusterSettings, Condition
 
 _LIBRARIES = (
     "weightyard", "hdfs-native", "hdfs", "zstandard", "blake3", "xxhash", "numpy", "safetensors",
@@ -160,14 +162,7 @@ def _hdfs(url: str, settings: Settings) -> Iterator[Finding]:
         yield _fail("hadoop configuration", why)
         return
     known = condition.settings
-    if known.has_configuration:
-        yield _ok("hadoop configuration", f"HADOOP_CONF_DIR describes {known.authority}")
-    else:
-        yield _warn(
-            "hadoop configuration",
-            "no core-site.xml or hdfs-site.xml was found",
-            "set HADOOP_CONF_DIR, for high availability, Kerberos and the cluster's own ports",
-        )
+    yield _configuration(known)
     user = known.user
     if known.is_kerberos:
         try:
@@ -177,24 +172,37 @@ def _hdfs(url: str, settings: Settings) -> Iterator[Finding]:
             return
         user = ticket.principal
         yield _ok("kerberos", f"you are {user}, by a ticket for {ticket.left_s / 3600:.1f} hours")
-    else:
-        yield _warn(
-            "kerberos",
-            f"the cluster takes your word for being {user}",
-            "on a shared cluster, switch Kerberos on: permissions mean little without it",
-        )
     try:
         is_there = condition.is_there()
     except YardError as why:
         yield _fail("hdfs", why)
         return
     yield _ok("hdfs", f"{known.authority} answers by RPC")
+    if not known.is_kerberos:
+        yield _warn(
+            "kerberos",
+            f"the cluster takes your word for being {user}",
+            "on a shared cluster, switch Kerberos on: permissions mean little without it",
+        )
     yield from _guarded("webhdfs", lambda: _webhdfs(condition))
     if not is_there:
         yield _warn("store", f"{known.root} is not there yet", "make it: `weightyard init`")
         return
     yield from _guarded("permissions", lambda: _packs(condition, user))
     yield from _guarded("read path", lambda: _read_paths(url, settings))
+
+
+def _configuration(known: ClusterSettings) -> Finding:
+    if known.has_configuration:
+        about = f", which are about {known.default}" if known.default else ""
+        return _ok("hadoop configuration", f"read from the files in {known.folder}{about}")
+    where = f" in {known.folder}" if known.folder else ""
+    return _warn(
+        "hadoop configuration",
+        f"no core-site.xml or hdfs-site.xml was found{where}",
+        "have HADOOP_CONF_DIR name the folder that has them, for high availability, Kerberos and "
+        "the cluster's own ports",
+    )
 
 
 def _webhdfs(condition: Condition) -> Iterator[Finding]:
@@ -234,23 +242,19 @@ def _read_paths(url: str, settings: Settings) -> Iterator[Finding]:
     from weightyard.storage.hdfs.store import HdfsStore
 
     with HdfsStore(url, settings) as store:
-        ways = store.probe()
+        found = store.probe()
         why_not_written = store.why_not_written_directly()
-    working = [way for way, why_not in ways.items() if why_not is None]
-    said = "; ".join(f"{way}: {why_not or 'works'}" for way, why_not in ways.items())
-    if not working:
-        yield Finding(check="read path", state="fail", message=said, advice="see each reason")
-    elif working[0] == ReadPath.SHORT_CIRCUIT:
-        yield _ok("read path", f"replicas of this host are read from their files. {said}")
-    elif working[0] == ReadPath.DIRECT:
-        yield _ok("read path", f"reads are direct. {said}")
-    else:
+    if found.ways:
+        yield _read_path(found.ways)
+    if isinstance(found.not_written, NotAllowed):
         yield _warn(
-            "read path",
-            f"reads go by {working[0]}, not directly. {said}",
-            "direct reads need the DataNodes' transfer port and no SASL or encryption zone",
+            "write path",
+            f"you may not write: {found.not_written}",
+            "fine for pull and load only; for more, ask for access",
         )
-    if why_not_written is None:
+    elif found.not_written is not None:
+        yield _fail("write path", found.not_written)
+    elif why_not_written is None:
         yield _ok("write path", "new files are sent straight to DataNodes")
     else:
         yield _warn(
@@ -258,6 +262,22 @@ def _read_paths(url: str, settings: Settings) -> Iterator[Finding]:
             f"new files go by hdfs-native, which takes twice the CPU: {why_not_written}",
             "nothing to do; direct writes need plain transfers and no Kerberos",
         )
+
+
+def _read_path(ways: Mapping[ReadPath, str | None]) -> Finding:
+    working = [way for way, why_not in ways.items() if why_not is None]
+    said = "; ".join(f"{way}: {why_not or 'works'}" for way, why_not in ways.items())
+    if not working:
+        return Finding(check="read path", state="fail", message=said, advice="see each reason")
+    if working[0] == ReadPath.SHORT_CIRCUIT:
+        return _ok("read path", f"replicas of this host are read from their files. {said}")
+    if working[0] == ReadPath.DIRECT:
+        return _ok("read path", f"reads are direct. {said}")
+    return _warn(
+        "read path",
+        f"reads go by {working[0]}, not directly. {said}",
+        "direct reads need the DataNodes' transfer port and no SASL or encryption zone",
+    )
 
 
 def _database(store: Store, settings: Settings) -> Iterator[Finding]:
@@ -423,6 +443,13 @@ def _advice(why: YardError) -> str:
             return "ask for access, or log in (kinit, WEIGHTYARD_TOKEN)"
         case SchemaUnknown():
             return "`weightyard db upgrade`, or a newer weightyard"
+        case StoreFull():
+            return "make room (`weightyard gc`), or have the quota raised"
+        case InSafeMode():
+            return (
+                "wait, or mend DataNodes: the NameNode leaves safe mode when enough of them have "
+                "reported (`hdfs dfsadmin -safemode get`)"
+            )
         case Retryable():
             return "is it running, is the address right, is a firewall in between?"
         case _:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import json
 import os
 import re
 import signal
@@ -11,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -38,11 +40,13 @@ from weightyard.storage.hdfs.tree import HdfsTree
 from weightyard.storage.opening import open_store
 from weightyard.storage.store import Location, ReadPath, StorePath
 from weightyard.testing.cluster import MiniCluster, damage
+from weightyard.testing.cluster.startup import run_tool
 
 pytestmark = pytest.mark.cluster
 
 BERT = "team/bert"
 LIMIT_S = 120.0
+_ADMIN = "org.apache.hadoop.hdfs.tools.DFSAdmin"
 
 
 @pytest.fixture
@@ -414,6 +418,69 @@ def test_doctor_says_which_way_bytes_come_and_who_can_read_them(hdfs: Cli, base:
     hdfs.ok("init", "--mode", "0755")
     found = {one["check"]: one for one in hdfs.json("doctor")["findings"]}
     assert found["isolation"]["state"] == "warn"
+
+
+def examined(hdfs: Cli, code: int) -> dict[str, dict[str, str]]:
+    """What doctor finds, by what it looked at; and its exit code."""
+    ran = hdfs("doctor", "--json")
+    assert ran.code == code, ran.out + ran.err
+    return {one["check"]: one for one in json.loads(ran.out)["findings"]}
+
+
+def test_doctor_takes_a_reader_who_may_not_write_for_well(
+    hdfs: Cli, base: Path, tmp_path: Path
+) -> None:
+    hdfs.ok("init", "--mode", "0755")
+    other = {**os.environ, "HADOOP_USER_NAME": "alice", "WEIGHTYARD_HOME": str(tmp_path / "alice")}
+    ran = hdfs.process("doctor", "--json", env=other)
+    found = {one["check"]: one for one in json.loads(ran.stdout)["findings"]}
+    assert found["read path"]["message"].startswith("reads are direct")
+    assert found["write path"]["state"] == "warn"
+    assert "Permission denied: user=alice" in found["write path"]["message"]
+    assert 'inode="/' in found["write path"]["message"], "as HDFS said it"
+    assert ran.returncode == 0
+
+
+def test_doctor_says_why_nothing_can_be_written_and_reads_all_the_same(
+    hdfs: Cli, cluster: MiniCluster
+) -> None:
+    hdfs.ok("init")
+    admin = partial(run_tool, cluster.active, cluster._java, _ADMIN)
+    admin("-safemode", "enter")
+    try:
+        found = examined(hdfs, 1)
+    finally:
+        admin("-safemode", "leave")
+    assert found["read path"]["message"].startswith("reads are direct")
+    assert found["write path"]["state"] == "fail"
+    assert "making" in found["write path"]["message"], "not that it could not be tidied up after"
+    assert "safe mode" in found["write path"]["advice"]
+
+
+def test_doctor_names_what_it_could_not_find_and_whom_it_could_not_reach(
+    hdfs: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = os.environ["WEIGHTYARD_STORE"].rpartition("/fresh")[0]
+    assert own in examined(hdfs, 0)["hadoop configuration"]["message"]
+    monkeypatch.setenv("WEIGHTYARD_STORE", "hdfs://127.0.0.1:1/yard")
+    elsewhere = examined(hdfs, 1)
+    assert own in elsewhere["hadoop configuration"]["message"], "which the files are about"
+    assert "hdfs://127.0.0.1:1" in elsewhere["hdfs"]["message"]
+    assert "kerberos" not in elsewhere, "nobody answered who would ask for it"
+    monkeypatch.setenv("HADOOP_CONF_DIR", str(tmp_path / "nowhere"))
+    assert str(tmp_path / "nowhere") in examined(hdfs, 1)["hadoop configuration"]["message"]
+    monkeypatch.setenv("WEIGHTYARD_STORE", "hdfs://prod/yard")
+    assert "dfs.ha.namenodes.prod" in examined(hdfs, 1)["store"]["message"]
+
+
+def test_where_no_webhdfs_listens_it_is_said_who_was_asked(
+    hdfs: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hdfs.ok("init")
+    rpc = urlsplit(os.environ["WEIGHTYARD_STORE"]).netloc
+    monkeypatch.setenv("WEIGHTYARD_WEBHDFS", f"http://{rpc}")
+    found = examined(hdfs, 1)
+    assert f"{rpc} answered as no NameNode does" in found["webhdfs"]["message"]
 
 
 def test_doctor_warns_before_the_journal_is_more_than_a_folder_of_hdfs_may_hold(

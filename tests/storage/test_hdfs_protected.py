@@ -63,7 +63,7 @@ def test_where_transfers_are_encrypted_another_way_serves_and_says_its_name(
 
 
 def test_a_probe_says_that_encryption_stands_in_the_way(store: HdfsStore) -> None:
-    found = store.probe()
+    found = store.probe().ways
     works = {way for way, why_not in found.items() if why_not is None}
     assert works == {ReadPath.NATIVE, ReadPath.WEBHDFS}
     assert "SASL or encryption" in (found[ReadPath.DIRECT] or "")

@@ -272,7 +272,7 @@ def test_a_probe_that_had_to_be_written_again_leaves_nothing(
         return opened
 
     monkeypatch.setattr(store, "stage", hesitating)
-    assert store.probe()[ReadPath.DIRECT] is None
+    assert store.probe().ways[ReadPath.DIRECT] is None
     assert next(tries) == 2
     folder = f"{store._cluster.at(layout.STAGING)}"
     left = store._namespace.call("looking", lambda client: list(client.list_status(folder)))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 from weightyard.errors import FileMissing, Unsupported
 from weightyard.settings import Settings
 from weightyard.storage import layout
 from weightyard.storage.deadline import Deadline
-from weightyard.storage.hdfs.configuration import Cluster
+from weightyard.storage.hdfs.configuration import Cluster, folder_of_files
 from weightyard.storage.hdfs.namenode import NameNode
 from weightyard.storage.hdfs.native import Namespace
 from weightyard.storage.hdfs.tickets import Ticket
@@ -36,7 +37,11 @@ class ClusterSettings:
     user: str
     is_kerberos: bool
     is_transfer_protected: bool
+    folder: Path | None
+    """Where the configuration files should be; None: nothing says so."""
     has_configuration: bool
+    default: str | None
+    """The cluster that the files are about, `fs.defaultFS`."""
 
 
 class Condition:
@@ -44,6 +49,7 @@ class Condition:
 
     def __init__(self, url: str, settings: Settings) -> None:
         self._cluster = Cluster.of(url, settings)
+        self._folder = folder_of_files(settings)
         self._limit_s = settings.deadline_s
 
     @property
@@ -56,7 +62,9 @@ class Condition:
             user=cluster.user,
             is_kerberos=cluster.is_kerberos,
             is_transfer_protected=cluster.is_transfer_protected,
+            folder=self._folder,
             has_configuration=bool(cluster.properties),
+            default=cluster.properties.get("fs.defaultFS"),
         )
 
     def ticket(self) -> Ticket:

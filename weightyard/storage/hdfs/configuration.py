@@ -38,9 +38,7 @@ class Configuration:
     @classmethod
     def load(cls, settings: Settings) -> Configuration:
         """Read the folder the settings name. Raises BadSetting for a file that is not XML."""
-        folder = settings.hadoop_conf_dir
-        if folder is None and settings.hadoop_home is not None:
-            folder = settings.hadoop_home / "etc" / "hadoop"
+        folder = folder_of_files(settings)
         values: dict[str, str] = {}
         for name in _FILES if folder is not None else ():
             file = Path(folder or "", name)
@@ -118,6 +116,13 @@ class Cluster:
     def at(self, path: StorePath) -> str:
         """A store path as HDFS knows it."""
         return f"{self.root}/{path.text}"
+
+
+def folder_of_files(settings: Settings) -> Path | None:
+    """Where Hadoop's configuration files should be; None: nothing says so."""
+    if settings.hadoop_conf_dir is None and settings.hadoop_home is not None:
+        return settings.hadoop_home / "etc" / "hadoop"
+    return settings.hadoop_conf_dir
 
 
 def _for_hdfs_native(authority: str, configuration: Configuration) -> Mapping[str, str]:

@@ -40,6 +40,10 @@ class NotYet(StoreUnavailable):
     """Too few DataNodes have reported the block before as yet."""
 
 
+class InSafeMode(StoreUnavailable):
+    """The NameNode changes nothing: not enough DataNodes have reported yet, or by order."""
+
+
 BELOW_A_FILE = "(is not a directory)"
 """What a NameNode says of a path below a file; for most calls in the form of a denied access."""
 
@@ -54,6 +58,7 @@ _BY_JAVA_CLASS: dict[str, type[YardError]] = {
     "UnknownCryptoProtocolVersionException": MustBeEncrypted,
     "StandbyException": NotActive,
     "NotReplicatedYetException": NotYet,
+    "SafeModeException": InSafeMode,
     "NSQuotaExceededException": StoreFull,
     "DSQuotaExceededException": StoreFull,
     "QuotaByStorageTypeExceededException": StoreFull,

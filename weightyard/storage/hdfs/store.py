@@ -5,6 +5,8 @@ from __future__ import annotations
 import secrets
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
 
 from hdfs_native import FileStatus
 from typing_extensions import Buffer
@@ -74,6 +76,16 @@ CHECKED_PATHS = (ReadPath.NATIVE, ReadPath.WEBHDFS, ReadPath.LIBHDFS)
 
 Files that need them are small, and no reason to start libhdfs's JVM: so that comes last.
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Probed:
+    """What was found out by writing a small file and reading it."""
+
+    ways: Mapping[ReadPath, str | None]
+    """For each way to read: None if it works, else why not. Empty if there was nothing to read."""
+    not_written: YardError | None
+    """Why no file could be written. What was read then is `yard.json`, if there is one."""
 
 
 class HdfsStore(Store):
@@ -203,21 +215,24 @@ class HdfsStore(Store):
         if options.policy is not None:
             self._namenode.set_policy(path, options.policy, self._deadline(None))
 
-    def probe(self) -> Mapping[ReadPath, str | None]:
-        """Write a small file and read it each way: None if that works, else why not.
+    def probe(self) -> Probed:
+        """Write a small file and read it each way.
 
         For those who want to know before the first load; reading finds out by itself.
         """
         content, upload = secrets.token_bytes(64 * 1024), UploadId.new()
+        folder = layout.staging_folder(upload)
         try:
             staged = self._put_probe(upload, content)
-            try:
-                location = self.locate(staged.path)
-                return {way: self._try(way, location, content) for way in READ_PATHS}
-            finally:
-                self.delete(staged.path)
+        except YardError as why:
+            with suppress(YardError):  # who may not write may not delete either
+                self.delete(folder)
+            return Probed(self._ways_to_read(layout.YARD), why)
+        try:
+            return Probed(self._ways_to_read(staged.path, content), None)
         finally:
-            self.delete(layout.staging_folder(upload))
+            self.delete(staged.path)
+            self.delete(folder)
 
     def why_not_written_directly(self) -> str | None:
         """Why new files go by hdfs-native; None: as far as is known, straight to DataNodes.
@@ -292,8 +307,18 @@ class HdfsStore(Store):
     def _root(self) -> str:
         return self._cluster.root or "/"
 
-    def _try(self, way: ReadPath, location: Location, content: bytes) -> str | None:
-        got = bytearray(len(content))
+    def _ways_to_read(
+        self, path: StorePath, content: bytes | None = None
+    ) -> Mapping[ReadPath, str | None]:
+        """Nothing if the file is not there. `content`: what is in it, if that is known."""
+        try:
+            location = self.locate(path)
+        except FileMissing:
+            return {}
+        return {way: self._try(way, location, content) for way in READ_PATHS}
+
+    def _try(self, way: ReadPath, location: Location, content: bytes | None) -> str | None:
+        got = bytearray(location.length)
         reading = self._reading_by((way,))
         try:
             reading.read(location, [Read(0, memoryview(got))], None, self._deadline(None))
@@ -301,7 +326,7 @@ class HdfsStore(Store):
             return str(why)
         finally:
             reading.close()
-        return None if got == content else "returned other bytes than were written"
+        return None if content in (None, got) else "returned other bytes than were written"
 
     def _reading_by(self, paths: Sequence[ReadPath]) -> Reading:
         cluster = self._cluster
