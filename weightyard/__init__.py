@@ -46,7 +46,9 @@ def open(
     """
     from weightyard.opening import open_yard
     from weightyard.settings import Settings
+    from weightyard.transfer.options import require_function
 
+    require_function("on_event", on_event)
     given = {} if on_unavailable is None else {"on_unavailable": on_unavailable}
     yard = open_yard(url, token=token, settings=Settings(**given))
     yard.on_event = on_event

@@ -46,6 +46,7 @@ from weightyard.transfer.appearing import appearing
 from weightyard.transfer.catalogue import Catalogue
 from weightyard.transfer.diff import diff_manifests, doubtful_pairs, equal_pairs
 from weightyard.transfer.gather import EVERYTHING, Choice, Gathered, Patterns, gather_files
+from weightyard.transfer.options import require_function
 from weightyard.transfer.plan import wanted_of
 from weightyard.transfer.preview import preview
 from weightyard.transfer.publish import checked_publication
@@ -205,6 +206,7 @@ class Yard(Catalogued, Loads, Closing):
         if codec not in ("auto", "raw"):
             raise BadSetting(f"codec={codec!r}: it is 'auto' or 'raw'")
         require_delta(delta)
+        require_function("progress", progress)
         if delta != "off" and parent is None:
             raise BadSetting(f"delta={delta!r} needs a parent: the version to compare with")
         said: dict[str, Any] = {
@@ -280,6 +282,7 @@ class Yard(Catalogued, Loads, Closing):
     ) -> PushPlan:
         """What a push of something gathered would send to a model. Sends nothing."""
         project = ModelName.parse(name).project
+        require_function("progress", progress)
         said = progress or (lambda done_bytes: None)
         return preview(gathered.contents, self.catalogue, project, said)
 
@@ -301,6 +304,7 @@ class Yard(Catalogued, Loads, Closing):
         there), Refused, Unsupported (a dtype such a file cannot have), Damaged, Retryable.
         """
         require_path(dir)
+        require_function("progress", progress)
         choice = Choice(include, exclude)
         version = self._version_to_use(ref)
         manifest = self._manifest_of(version)
@@ -333,6 +337,7 @@ class Yard(Catalogued, Loads, Closing):
         Raises NoSuchThing, NotOnNode, StoreFull, Damaged, Retryable.
         """
         choice = Choice(include, exclude)
+        require_function("progress", progress)
         version = self._version_to_use(ref, on_unavailable)
         found = self.snapshots.find(Digest(version.digest)) if choice.is_all else None
         if found is None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from loader_world import BERT, noise, same, yard_in
 
+import weightyard
 from weightyard.errors import BadSetting, InvalidName, NoSuchThing, Refused, Unsupported
 from weightyard.loader.snapshots import open_snapshot
 from weightyard.yard import Yard
@@ -83,6 +84,26 @@ def test_a_timeout_is_a_number_of_seconds(yard: Yard, timeout: Any) -> None:
 def test_what_is_of_the_wrong_kind_is_named(yard: Yard, given: Any, said: str) -> None:
     with pytest.raises(BadSetting, match=said):
         yard.load(BERT, **given)
+
+
+def test_what_is_to_be_called_is_a_function(yard: Yard, tmp_path: Path) -> None:
+    """Else it is called in the middle of the work, or by a stream when its first tensor comes."""
+    anything: Any = 5
+    for call in (
+        lambda **more: yard.load(BERT, **more),
+        lambda **more: yard.load_into(torch.nn.Linear(1, 1), BERT, strict=False, **more),
+        lambda **more: yard.stream(BERT, **more),
+        lambda **more: yard.snapshot(BERT, **more),
+        lambda **more: yard.pull(BERT, tmp_path / "out", **more),
+        lambda **more: yard.push(LAYERS, "team/other", **more),
+    ):
+        with pytest.raises(BadSetting, match="progress=5: a function"):
+            call(progress=anything)
+    assert not (tmp_path / "out").exists()
+    with yard.gather(LAYERS) as gathered, pytest.raises(BadSetting, match="progress=5"):
+        yard.preview(gathered, "team/other", progress=anything)
+    with pytest.raises(BadSetting, match="on_event=5: a function"):
+        weightyard.open(tmp_path / "unused", on_event=anything)
 
 
 def test_more_seconds_than_a_clock_has_are_no_bound(yard: Yard) -> None:

@@ -15,7 +15,7 @@ from weightyard.loader.choosing import by_name
 from weightyard.loader.layouts import is_layout, local_index
 from weightyard.loader.slicing import Index
 from weightyard.storage.deadline import NEVER, Deadline
-from weightyard.transfer.options import texts_of
+from weightyard.transfer.options import require_function, texts_of
 
 if TYPE_CHECKING:
     import torch
@@ -42,6 +42,7 @@ class Asked:
             raise BadSetting("verify='full' hashes blocks on the host: leave device_decode out")
         texts_of("files", self.files)
         texts_of("tensors", self.tensors)
+        require_function("progress", self.progress)
         are_texts = isinstance(self.slices, Mapping) and all(
             isinstance(name, str) for name in self.slices
         )

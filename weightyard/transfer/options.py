@@ -14,6 +14,12 @@ def require_whole(name: str, value: object, least: int) -> None:
         raise BadSetting(f"{name}={value!r:.80}: a whole number of at least {least}")
 
 
+def require_function(name: str, value: object) -> None:
+    """Raises BadSetting: it would be called in the middle of the work, or never."""
+    if value is not None and not callable(value):
+        raise BadSetting(f"{name}={value!r:.80}: a function, or None")
+
+
 def texts_of(name: str, value: object) -> list[str] | None:
     """One text, or several such as the keys of a dict, as a list. Raises BadSetting."""
     if value is None:
