@@ -29,8 +29,9 @@ sys.exit(3)
 
 
 LOSING = """
-import os
+import os, subprocess
 from weightyard.cli import main
+from weightyard.client import watching as listening
 from weightyard.transfer import watching
 
 class Finalized:
@@ -43,7 +44,18 @@ def pause(*given, real=watching.pause):
     Finalized()
     real(*given)
 
-watching.pause = pause
+def events(*given, real=listening.events):
+    for event in real(*given):
+        yield event
+        Finalized()
+
+class Popen(subprocess.Popen):
+    def wait(self, *given):
+        if self.args[0] == "sleep":
+            Finalized()
+        return super().wait(*given)
+
+watching.pause, listening.events, subprocess.Popen = pause, events, Popen
 main()
 """
 
@@ -76,12 +88,33 @@ def test_the_command_runs_at_every_move_even_if_it_fails_until_the_end(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("line", ["true", "sleep 600"], ids=["waiting", "running"])
 def test_a_signal_whose_exception_python_drops_ends_it_all_the_same(
-    cli: Cli, base: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, code: int
+    cli: Cli,
+    base: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    line: str,
+    number: signal.Signals,
+    code: int,
 ) -> None:
     cli.ok("push", base, BERT, "--alias", "prod")
     monkeypatch.setenv("SIGNAL", str(int(number)))
-    words = ("follow", PROD, "--exec", "true", "--poll", "0.1")
+    _require_ended(code, line)
+
+
+def test_such_a_signal_ends_it_before_a_service_tells_anything_again(
+    cli: Cli, world: World, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with served(world.app) as url:
+        monkeypatch.setenv("WEIGHTYARD_URL", url)
+        monkeypatch.setenv("WEIGHTYARD_TOKEN", world.secrets["writer"])
+        cli.ok("push", base, BERT, "--alias", "prod")
+        monkeypatch.setenv("SIGNAL", str(int(signal.SIGTERM)))
+        _require_ended(143, "true")
+
+
+def _require_ended(code: int, line: str) -> None:
+    words = ("follow", PROD, "--exec", line, "--poll", "3600", "--no-snapshot")
     done = subprocess.run([sys.executable, "-c", LOSING, *words], capture_output=True, timeout=30)
     assert done.returncode == code, done.stderr
 

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 import signal
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from weightyard.storage.cancel import Cancel
+
+LOOK_S = 0.5
+"""How soon a command that waits looks whether a signal came whose exception was lost."""
 
 _received: list[int] = []
 
@@ -24,6 +33,24 @@ def require_going_on() -> None:
     """
     if _received:
         _exit(_received[0])
+
+
+@contextmanager
+def ended_by_signals(waiting: Cancel) -> Iterator[None]:
+    """Inside, a signal also cancels what is waited for; after it, see `require_going_on`."""
+    over = threading.Event()
+
+    def look() -> None:
+        while not over.wait(LOOK_S):
+            if _received:
+                waiting.cancel()
+                return
+
+    threading.Thread(target=look, name="weightyard-signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
 
 
 def _terminate(number: int, frame: FrameType | None) -> NoReturn:

@@ -10,17 +10,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from weightyard.cli.ending import require_going_on
+from weightyard.cli.ending import LOOK_S, ended_by_signals, require_going_on
 from weightyard.cli.session import Session, command
 from weightyard.errors import NoSuchThing, Refused, Unsupported, YardError
 
 if TYPE_CHECKING:
     from weightyard.records import Version
+    from weightyard.storage.cancel import Cancel
     from weightyard.yard import Yard
 
 _STDERR = 2
@@ -68,11 +69,14 @@ def follow(
 
       weightyard follow team/bert@prod --once --exec ./deploy.sh
     """
+    from weightyard.storage.cancel import Cancel
+
     words = _words(exec_)
     poll_s = session.settings().poll_s if poll is None else poll
     last = ""
-    with session.open() as yard, ExitStack() as in_use:
-        for version in _seen(session, yard, ref, poll_s):
+    stop = Cancel()
+    with session.open() as yard, ended_by_signals(stop), ExitStack() as in_use:
+        for version in _seen(session, yard, ref, poll_s, stop):
             if version.ref == last:
                 continue
             with ExitStack() as taken:
@@ -103,16 +107,15 @@ def _words(line: str) -> list[str]:
     return words
 
 
-def _seen(session: Session, yard: Yard, ref: str, poll_s: float) -> Iterator[Version]:
+def _seen(session: Session, yard: Yard, ref: str, poll_s: float, stop: Cancel) -> Iterator[Version]:
     """The version a ref means, whenever it may have moved. Waits while it means nothing.
 
     Raises Refused if it never can.
     """
     from weightyard.names import Ref
-    from weightyard.storage.cancel import Cancel
 
     told = ""
-    for seen in yard.catalogue.watch(Ref.parse(ref), poll_s=poll_s, stop=Cancel()):
+    for seen in yard.catalogue.watch(Ref.parse(ref), poll_s=poll_s, stop=stop):
         require_going_on()
         if not isinstance(seen, YardError):
             told = ""
@@ -125,6 +128,7 @@ def _seen(session: Session, yard: Yard, ref: str, poll_s: float) -> Iterator[Ver
             else:
                 session.say(f"{ref}: {seen}: waiting")
             told = seen.code
+    require_going_on()
 
 
 def _with_near(yard: Yard, ref: str, why: YardError) -> str:
@@ -158,6 +162,14 @@ def _files(session: Session, version: Version, taken: ExitStack) -> dict[str, st
         return {}
 
 
+def _code_of(process: subprocess.Popen[bytes]) -> int:
+    """A process's code, when it has ended. Raises SystemExit if a signal said to end."""
+    while True:
+        with suppress(subprocess.TimeoutExpired):
+            return process.wait(LOOK_S)
+        require_going_on()
+
+
 def _run(session: Session, words: Sequence[str], version: Version, found: Mapping[str, str]) -> int:
     """Run the command to its end; if we are ended before, it is ended too. Returns its code."""
     began = time.monotonic()
@@ -171,7 +183,7 @@ def _run(session: Session, words: Sequence[str], version: Version, found: Mappin
     except OSError as why:
         raise Refused(f"--exec {words[0]}: {why.strerror}") from None
     try:
-        code = process.wait()
+        code = _code_of(process)
     finally:
         if process.poll() is None:
             process.terminate()
