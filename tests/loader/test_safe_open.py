@@ -56,6 +56,30 @@ def test_it_answers_as_safetensors_does(yard: Yard, file: Path, snapshot: bool) 
             assert same({"b": mine}, {"b": its})
 
 
+def test_it_has_what_safetensors_has(yard: Yard, file: Path) -> None:
+    """Servers that read by `safe_open` call whichever of them their version of safetensors has."""
+    with yard.safe_open(BERT) as ours, safe_open(file, framework="pt") as theirs:
+        assert set(dir(theirs)) <= set(dir(ours))
+        for name in ours.keys():  # noqa: SIM118
+            assert set(dir(theirs.get_slice(name))) <= set(dir(ours.get_slice(name)))
+
+
+@pytest.mark.parametrize("snapshot", [False, True])
+def test_all_tensors_come_at_once_and_tied_ones_tied(yard: Yard, snapshot: bool) -> None:
+    tied = noise(64, 32)
+    tensors = {"b": noise(8), "embed": tied, "head": tied}
+    yard.push(tensors, BERT)
+    if snapshot:
+        yard.snapshot(BERT)
+    with yard.safe_open(BERT) as weights:
+        found = weights.get_tensors()
+        assert list(found) == weights.keys()
+        assert same(found, tensors)
+        assert found["embed"].data_ptr() == found["head"].data_ptr()
+    with pytest.raises(Refused, match="was closed"):
+        weights.get_tensors()
+
+
 def test_only_what_is_looked_at_is_read(
     yard: Yard, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

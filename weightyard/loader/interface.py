@@ -319,8 +319,8 @@ class Loads(ABC):
     ) -> LazyWeights:
         """A version with the interface of safetensors' `safe_open`. The arguments: see `Loads`.
 
-        `keys()`, `get_tensor(name)`, `get_slice(name)[…]`, `metadata()`; a context manager. Reads
-        only what is looked at.
+        `keys()`, `get_tensor(name)`, `get_tensors()`, `get_slice(name)[…]`, `metadata()`; a context
+        manager. Reads only what is looked at.
         """
         from weightyard.loader.lazy import LazyWeights
 

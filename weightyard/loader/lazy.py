@@ -78,6 +78,14 @@ class LazyWeights(Closing):
         """A tensor. Raises NoSuchThing, and what loading raises."""
         return self.read(self._entry(name), ...)
 
+    def get_tensors(self) -> dict[str, torch.Tensor]:
+        """All tensors by name, in model order, read side by side. Tied ones come back tied."""
+        self._require_open()
+        plans = plan_tensors(list(self._entries.values()))
+        read = self._origin.tensors(plans, self._asked, Destination(self._device))
+        found = {name: tensor for one, tensor in read for name in one.names}
+        return {name: found[name] for name in self._entries}
+
     def get_slice(self, name: str) -> LazySlice:
         """A tensor of which only what is indexed is read."""
         return LazySlice(self, self._entry(name))
