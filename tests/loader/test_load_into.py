@@ -144,7 +144,10 @@ def test_missing_and_unexpected_keys_are_listed_and_nothing_is_read(
     assert caught.value.unexpected == ("extra",)
     assert "missing keys: layers.1.bias; unexpected keys: extra" in str(caught.value)
     assert _holds(module, before)
-    yard.load_into(module, BERT, strict=False)
+    report = yard.load_into(module, BERT, strict=False)
+    assert (report.missing, report.unexpected) == (("layers.1.bias",), ("extra",))
+    some = yard.load_into(module, BERT, strict=False, tensors="layers.0.*")
+    assert (some.missing, some.unexpected) == ((), ()), "what was not asked for is not missing"
     assert _holds(module, state)
     assert _holds(module, {"layers.1.bias": before["layers.1.bias"]})
 

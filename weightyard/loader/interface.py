@@ -234,8 +234,8 @@ class Loads(ABC):
 
         Keys, shapes and kinds are compared before any tensor is read; with `strict`, missing and
         unexpected keys raise DoesNotFit as other shapes always do, and dtypes that differ unless
-        both are floats. For parameters that the module ties, one of their names is enough. Of a
-        DTensor only this rank's shard is read.
+        both are floats; else the report names these keys. For parameters that the module ties, one
+        of their names is enough. Of a DTensor only this rank's shard is read.
 
         Parameters that have memory are filled where they are, and keep device and dtype. If that
         fails half-way some have their new values, some the old ones, and some of both: load

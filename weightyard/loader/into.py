@@ -10,7 +10,7 @@ import msgspec
 from weightyard.errors import Refused
 from weightyard.loader.asked import Asked
 from weightyard.loader.choosing import admitted
-from weightyard.loader.modules import Slot, fit, shards, slots_of
+from weightyard.loader.modules import Slot, fit, shards, slots_of, unmatched
 from weightyard.loader.origin import Destination, Origin
 from weightyard.loader.placing import device_of
 from weightyard.loader.plan import TensorPlan, plan_tensors
@@ -37,7 +37,9 @@ def load_into(
     with origin.tally.stage("plan"):
         # Each goes to a place of its own: which are tied is for the module to say.
         entries = [msgspec.structs.replace(entry, tied=None) for entry in origin.chosen(asked)]
-        chosen = fit(slots, entries, strict=strict, expected=_expected(slots, asked))
+        expected = _expected(slots, asked)
+        chosen = fit(slots, entries, strict=strict, expected=expected)
+        missing, unexpected = unmatched(slots, (entry.name for entry in entries), expected)
         entries = [entry for entry in entries if entry.name in chosen]
         plans = plan_tensors(entries, shards(chosen, entries))
     groups: dict[tuple[torch.device, bool], list[TensorPlan]] = {}
@@ -55,7 +57,9 @@ def load_into(
         for slot, tensor in loaded:
             slot.take(tensor)
     devices = sorted({str(where) for where, _ in groups})
-    return origin.report(", ".join(devices) or meta_device)
+    return origin.report(
+        ", ".join(devices) or meta_device, missing=tuple(missing), unexpected=tuple(unexpected)
+    )
 
 
 def _expected(slots: Sequence[Slot], asked: Asked) -> set[str] | None:

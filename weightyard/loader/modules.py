@@ -103,23 +103,32 @@ def fit(
     """
     by_name = {entry.name: entry for entry in entries}
     fitting: dict[str, Slot] = {}
-    missing: list[str] = []
     wrong: list[str] = []
-    expected = None if expected is None else set(expected)
     for slot in slots:
-        there = [by_name[name] for name in slot.names if name in by_name]
-        if there:
+        if there := [by_name[name] for name in slot.names if name in by_name]:
             wrong += _misfits(slot, there)
             fitting[there[0].name] = slot
-        else:
-            missing += [name for name in slot.names if expected is None or name in expected]
-    known = {name for slot in slots for name in slot.names}
-    unexpected = [name for name in by_name if name not in known]
-    if not strict:
-        missing, unexpected = [], []
+    missing, unexpected = unmatched(slots, by_name, expected) if strict else ([], [])
     if wrong or missing or unexpected:
         raise DoesNotFit(_said(wrong, missing, unexpected), missing, unexpected)
     return fitting
+
+
+def unmatched(
+    slots: Sequence[Slot], there: Iterable[str], expected: Iterable[str] | None = None
+) -> tuple[list[str], list[str]]:
+    """Missing and unexpected keys, where tensors of these names are there. `expected`: see `fit`."""
+    there = dict.fromkeys(there)
+    expected = None if expected is None else set(expected)
+    known = {name for slot in slots for name in slot.names}
+    missing = [
+        name
+        for slot in slots
+        if not any(one in there for one in slot.names)
+        for name in slot.names
+        if expected is None or name in expected
+    ]
+    return missing, [name for name in there if name not in known]
 
 
 def shards(chosen: Mapping[str, Slot], entries: Iterable[TensorEntry]) -> dict[str, Index]:

@@ -80,6 +80,10 @@ class LoadReport:
     """Bytes of tensors that this node had in a snapshot before this load."""
     resolved_s_ago: float | None = None
     """Offline: how old the remembered answer is that resolved the ref."""
+    missing: tuple[str, ...] = ()
+    """`load_into` with strict=False: keys of the module that the version does not have."""
+    unexpected: tuple[str, ...] = ()
+    """The same: tensors that the module has no key for."""
 
     @property
     def bytes_per_s(self) -> float:
