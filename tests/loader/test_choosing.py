@@ -45,6 +45,12 @@ def test_a_state_dict_is_meant_before_files() -> None:
     assert _chosen(_manifest(MODEL, ("s",))) == [":s"]
 
 
+def test_files_of_a_state_dict_which_has_none_are_refused_by_what_to_do() -> None:
+    state = _manifest({}, ("s",))
+    with pytest.raises(NoSuchThing, match="state dict's, in no file: leave files= out"):
+        choose(state, files=["model.safetensors"])
+
+
 def test_the_index_says_which_shards_are_meant() -> None:
     files = {
         "model-2.safetensors": ["b", "x"],

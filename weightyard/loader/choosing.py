@@ -178,6 +178,8 @@ def _only(manifest: Manifest, having: Sequence[str]) -> Sequence[str]:
 
 def _inventory(manifest: Manifest) -> str:
     having = {tensor.file for tensor in manifest.tensors}
+    if having == {None}:
+        return "its tensors are a state dict's, in no file: leave files= out"
     with_tensors = [f.path for number, f in enumerate(manifest.files) if number in having]
     if with_tensors:
         return f"tensors are in {some_of(with_tensors)}"
