@@ -124,6 +124,10 @@ class AwayCatalogue(OfflineCatalogue):
         if self.itself() is None:
             super().require_asked()
 
+    def require_store(self, ref: str, *, may_map: bool) -> None:
+        if self.itself() is None:
+            super().require_store(ref, may_map=may_map)
+
     def require_back(self, what: str) -> None:
         """Raises NotOnNode while the yard is away: for `what`, which needs the yard itself."""
         if self.itself() is None:

@@ -167,11 +167,20 @@ def test_a_version_that_is_not_on_the_node_is_named_with_what_to_do(tmp_path: Pa
     with yard_in(tmp_path) as yard:
         yard.push(write_model(tmp_path / "model", 1), BERT, alias="prod")
         yard.pull(f"{BERT}@prod", tmp_path / "out")
-    with (
-        yard_in(tmp_path, offline=True) as yard,
-        pytest.raises(NotOnNode, match=r"team/bert@v1 has no snapshot.*weightyard path"),
-    ):
+    with yard_in(tmp_path, offline=True) as yard:
+        for call in (yard.snapshot, yard.load, yard.stream, yard.safe_open):
+            with pytest.raises(NotOnNode, match=r"team/bert@v1 has no snapshot.*weightyard path"):
+                call(f"{BERT}@prod")
+
+
+def test_offline_what_reads_the_store_by_its_arguments_says_so(tmp_path: Path) -> None:
+    with yard_in(tmp_path) as yard:
+        yard.push(write_model(tmp_path / "model", 1), BERT, alias="prod")
         yard.snapshot(f"{BERT}@prod")
+    with yard_in(tmp_path, offline=True) as yard:
+        for given in ({"cache": False}, {"verify": "full"}):
+            with pytest.raises(NotOnNode, match="offline, where only snapshots are read"):
+                yard.load(f"{BERT}@prod", **given)
 
 
 def test_offline_a_digest_needs_no_resolution(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from weightyard.loader.batches import AHEAD_BYTES
 from weightyard.loader.budget import Budget
 from weightyard.loader.byproducts import Byproduct, Byproducts
 from weightyard.loader.loaded import Loaded
+from weightyard.loader.offline import OfflineCatalogue
 from weightyard.loader.origin import Origin
 from weightyard.loader.report import LoadReport, OnLoadEvent, Tally
 from weightyard.loader.snapshot import Snapshot
@@ -359,6 +360,8 @@ class Loads(ABC):
         may_map = cache and asked.verify == "fast"
         snapshot = self.snapshots.find(Digest(version.digest)) if may_map else None
         if snapshot is None:
+            if isinstance(self.catalogue, OfflineCatalogue):
+                self.catalogue.require_store(version.ref, may_map=may_map)
             try:
                 store = self.store
             except (StoreUnavailable, Unsupported):

@@ -117,7 +117,7 @@ def fit(
 def unmatched(
     slots: Sequence[Slot], there: Iterable[str], expected: Iterable[str] | None = None
 ) -> tuple[list[str], list[str]]:
-    """Missing and unexpected keys, where tensors of these names are there. `expected`: see `fit`."""
+    """Missing and unexpected keys, if tensors of these names are there. `expected`: see `fit`."""
     there = dict.fromkeys(there)
     expected = None if expected is None else set(expected)
     known = {name for slot in slots for name in slot.names}

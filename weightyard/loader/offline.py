@@ -45,11 +45,16 @@ class OfflineCatalogue:
     def take_lease(
         self, ref: Ref, holder: str, seconds: float, *, within_s: float = math.inf
     ) -> ReadLease:
-        """Always refused: reading the store begins with a lease. Raises NotOnNode."""
+        """Always refused: there is nothing to hold. Raises NotOnNode."""
+        raise _not_here(str(ref))
+
+    def require_store(self, ref: str, *, may_map: bool) -> None:
+        """Raises NotOnNode for who would read the store. `may_map`: a snapshot would do."""
+        if may_map:
+            raise _not_here(ref)
         raise NotOnNode(
-            f"{ref} has no snapshot on this node, and the work is offline: make one with "
-            f"`weightyard path {ref}` while the yard can be reached; `weightyard cache ls` lists "
-            "those there are"
+            f"{ref}: the work is offline, where only snapshots are read: neither without the cache "
+            "nor with verify='full'"
         )
 
     def close(self) -> None:
@@ -82,6 +87,14 @@ def recalled(remembered: Remembered, ref: Ref, why: str) -> RememberedVersion | 
             "ref.remembered", ref=ref, version=found.ref, age_s=round(found.age_s), reason=why
         )
     return found
+
+
+def _not_here(ref: str) -> NotOnNode:
+    return NotOnNode(
+        f"{ref} has no snapshot on this node, and the work is offline: make one with "
+        f"`weightyard path {ref}` while the yard can be reached; `weightyard cache ls` lists those "
+        "there are"
+    )
 
 
 def _refuse(name: str) -> NoReturn:
