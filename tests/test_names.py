@@ -179,6 +179,13 @@ def test_a_ref_that_does_not_parse_says_what_is_allowed(text: str) -> None:
         Ref.parse(text)
 
 
+@pytest.mark.parametrize("digits", [8, 12, 63])
+def test_who_gives_the_beginning_of_a_digest_is_told_where_all_of_it_is(digits: int) -> None:
+    for digest in ("0" * 64, "ab" * 32):
+        with pytest.raises(InvalidName, match=f"64 hex digits, this one {digits}; .*show"):
+            Ref.parse(f"team/bert@{digest[:digits]}")
+
+
 @pytest.mark.parametrize(
     "text", ["", "0" * 63, "0" * 65, "G" * 64, "A" * 64, "٠" * 64, "../" + "0" * 61]
 )

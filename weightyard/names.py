@@ -229,7 +229,12 @@ class Ref:
             return cls(model, int(version[1]))
         if _STEP.fullmatch(selector):
             return cls(model, Step.parse(selector))
-        if len(selector) == 64 and _HEX_LIKE.fullmatch(selector):
+        if _HEX_LIKE.fullmatch(selector):
+            if len(selector) != 64:
+                raise InvalidName(
+                    f"ref {_shown(text)}: a digest has 64 hex digits, this one {len(selector)}; "
+                    "`weightyard show` prints all of them"
+                )
             return cls(model, Digest(selector))
         return cls(model, AliasName(selector))
 

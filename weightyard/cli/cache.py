@@ -217,12 +217,10 @@ def _chosen(session: Session, snapshots: Snapshots, refs: Sequence[str]) -> list
 def _remembered_digest(session: Session, ref: str) -> str | None:
     from weightyard.loader.remembered import Remembered
     from weightyard.names import Ref
-    from weightyard.opening import chosen_url, known_name
 
-    settings = session.settings()
-    name = known_name(chosen_url(session.url, settings), settings)
+    remembered = Remembered(session.settings().cache, session.yard_name())
     try:
-        known = Remembered(settings.cache, name).recall(Ref.parse(ref))
+        known = remembered.recall(Ref.parse(ref))
     except InvalidName:  # a digest alone
         return None
     return known.digest if known is not None else None

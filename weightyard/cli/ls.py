@@ -76,7 +76,7 @@ def ls(
             models = _in_project(all_models(yard), project)
             session.show(
                 {"models": [model.model_dump(mode="json") for model in models]},
-                lambda console: _show_models(console, models, project),
+                lambda console: _show_models(console, models, project, session.yard_name()),
             )
             return
         model = find_model(yard, name.partition("@")[0])
@@ -95,13 +95,16 @@ def _in_project(models: Iterable[Model], project: str | None) -> list[Model]:
     return [model for model in models if project is None or model.name.startswith(f"{project}/")]
 
 
-def _show_models(console: Console, models: Sequence[Model], project: str | None) -> None:
-    from weightyard.cli.tables import moment, table
+def _show_models(console: Console, models: Sequence[Model], project: str | None, yard: str) -> None:
+    from weightyard.cli.tables import clean, moment, table
 
     if not models:
-        where = f"in {project}" if project else "yet"
-        said = f"No models {where}: weightyard push FOLDER {project or 'PROJECT'}/NAME"
-        console.print(said, markup=False)
+        # The yard's name shows a slip in it: a folder that was not there is a new yard.
+        said = (
+            f"No models in project {project} of {yard}" if project else f"No models yet in {yard}"
+        )
+        push = f"weightyard push FOLDER {project or 'PROJECT'}/NAME"
+        console.print(f"{clean(said)}: {push}", markup=False, soft_wrap=True)
         return
     table(
         console,

@@ -80,6 +80,13 @@ class Session:
 
         return Settings()
 
+    def yard_name(self) -> str:
+        """The URL or folder of the yard that `open` opens."""
+        from weightyard.opening import chosen_url, known_name
+
+        settings = self.settings()
+        return known_name(chosen_url(self.url, settings), settings)
+
     def show(self, result: Mapping[str, Any], human: Callable[[Console], None]) -> None:
         """Print a result: as JSON if that was asked for, else for people."""
         if self.as_json:
