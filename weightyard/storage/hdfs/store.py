@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 from hdfs_native import FileStatus
 from typing_extensions import Buffer
 
+from weightyard import jitter
 from weightyard.errors import (
     BadSetting,
     FileMissing,
@@ -61,10 +63,13 @@ from weightyard.storage.store import (
 
 _log = Log(__name__)
 
-_PROBES = 3
+_PROBING_S, _PROBE_PAUSE_S = 5.0, 0.1
+"""For how long writing a probe is begun again, and after what pause: with encrypted transfers some
+writes fail at once although the next one works (docs/hdfs.md)."""
 _READ_SILENCE_S = 3.0
 """How long hdfs-native waits for a DataNode when it reads, before it asks the next. A write that
-gives one up may fail as a whole, so there it waits longer."""
+gives one up may fail as a whole, so there it waits longer. Connections that it kept are tried
+first, each for as long; it keeps them for three seconds, so that one of them at most is."""
 
 UNCHECKED_PATHS = (ReadPath.SHORT_CIRCUIT, ReadPath.DIRECT)
 
@@ -243,18 +248,20 @@ class HdfsStore(Store):
         return None if used is None else used.why_not
 
     def _put_probe(self, upload: UploadId, content: bytes) -> StagedFile:
-        """Tries a few times: one write that fails proves nothing yet (docs/hdfs.md)."""
-        for attempt in range(_PROBES):
+        """Tries a few times: one write that fails proves nothing yet."""
+        until, attempt = time.monotonic() + _PROBING_S, 0
+        while True:
             try:
                 name = layout.probe(upload, attempt)
                 with self.stage(name, FileOptions(planned_bytes=len(content))) as stage:
                     stage.write(content)
                     return stage.close()
             except StoreUnavailable as why:
-                if attempt == _PROBES - 1:
+                if time.monotonic() > until:
                     raise
-                _log.info("probe.tried_again", attempt=attempt + 1, reason=why)
-        raise AssertionError("unreachable")
+                attempt += 1
+                _log.info("probe.tried_again", attempt=attempt, reason=why)
+            time.sleep(jitter.about(_PROBE_PAUSE_S))
 
     def close(self) -> None:
         self._reading.close()
