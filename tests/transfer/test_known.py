@@ -217,6 +217,17 @@ def test_a_file_that_changed_a_moment_ago_is_not_remembered(
     assert not (tmp_path / "cache" / known.FOLDER_NAME).exists()
 
 
+def test_a_small_file_is_neither_remembered_nor_waited_for(
+    yard: Yard, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[int] = []
+    monkeypatch.setattr("os.fdatasync", written.append)
+    model.write_bytes(b"small")
+    yard.push(model.parent, MODEL)
+    assert not written
+    assert not (tmp_path / "cache" / known.FOLDER_NAME).exists()
+
+
 def test_a_file_in_memory_is_not_remembered(
     yard: Yard, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

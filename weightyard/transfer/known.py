@@ -74,7 +74,7 @@ class KnownFile(FileSource):
         A write through a mapping shows if it is the first to its page since the page was written to
         the disk. The system did that long ago, as a rule; it is asked to finish it now.
         """
-        if now_ns - self.stamp.changed_ns < SETTLED_NS:
+        if self.length < LEAST_BYTES or now_ns - self.stamp.changed_ns < SETTLED_NS:
             return False
         if self.stamp.device not in marking_devices():
             return False
@@ -115,8 +115,7 @@ class KnownFiles(Closing):
     def open(self, path: Path) -> FileSource:
         """Raises what `FileSource` raises."""
         file = KnownFile(path, self._records, rehash=self._rehash)
-        if file.length >= LEAST_BYTES:
-            self._opened.append(file)
+        self._opened.append(file)
         return file
 
     def close(self) -> None:
